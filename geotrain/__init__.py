@@ -1,0 +1,1 @@
+"""geotrain: train one PyTorch model across many odd machines and slow links."""

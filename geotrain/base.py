@@ -1,0 +1,230 @@
+"""Words and records that everything else uses. A leaf of the import graph. Pure.
+
+Shapes are tuples of ints, dtypes are torch's names without the prefix (`float32`), sizes are bytes, times are
+seconds, rates are bytes per second, unless the name says otherwise.
+"""
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from .errors import PlanError
+
+PROTOCOL_VERSION = 1
+"""Changes with the frame layout, the graph format or the control messages; peers refuse another version."""
+
+COORDINATOR = "coordinator"
+"""The coordinator's name among the peers of a transport: it sends model inputs."""
+
+ONCE = -1
+"""The microbatch number of what is sent once a step: parameters shared by several stages."""
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "bool": 1,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, enough to size a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process on someone's machine, as the planner sees it.
+
+    `flops_per_s` is measured with the duty cap applied; `memory_bytes` is what the owner allows.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two peers."""
+
+    src: str
+    dst: str
+    rate_bytes_per_s: float
+    latency_s: float
+
+
+ActionKind = Literal["F", "B", "I", "W"]
+_ACTION = re.compile(r"^(\d+)([FBIW])(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One unit of work of a stage: `2F0` is stage 2, forward, microbatch 0.
+
+    F forward, B full backward, I input gradient, W weight gradient: the letters of
+    `torch.distributed.pipelining`.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @staticmethod
+    def parse(word: str) -> "Action":
+        """The inverse of `str`. Raises `PlanError` for anything else."""
+        match = _ACTION.match(word)
+        if match is None:
+            raise PlanError(f"{word!r} is not an action; write stage, one of F B I W, microbatch, as in 2F0")
+        stage, kind, microbatch = match.groups()
+        return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Ops `[first_op, end_op)` of the graph, run by one peer. `window` bounds its live microbatches."""
+
+    peer: str
+    first_op: int
+    end_op: int
+    window: int
+    compute_seconds: float = 0.0
+    memory_bytes: int = 0
+    codec_forward: str = "identity"
+    codec_backward: str = "identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who runs what. A value: made by `geotrain.planner`, kept in a file, checked before launch.
+
+    `graph_hash` ties it to one graph; `epoch` is its version number in a run.
+    """
+
+    graph_hash: str
+    schedule: Literal["gpipe", "1f1b"]
+    microbatches: int
+    stages: tuple[Stage, ...]
+    epoch: int = 1
+    step_seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The inverse of `to_json`. Raises `PlanError` with what is missing, unknown or of a wrong type."""
+        try:
+            record = json.loads(text)
+            if not isinstance(record, dict) or not isinstance(record.get("stages"), list):
+                raise TypeError("a plan is an object with a list of stages")
+            stages = tuple(Stage(**stage) for stage in record.pop("stages"))
+            notes = tuple(record.pop("notes", ()))
+            plan = Plan(stages=stages, notes=notes, **record)
+        except (ValueError, TypeError) as error:
+            raise PlanError(f"this is not a plan file: {error}; write one with `geotrain plan`") from None
+        for where, row, kinds in [
+            *((f"stage {i}", s, _STAGE_TYPES) for i, s in enumerate(plan.stages)), ("the plan", plan, _PLAN_TYPES),
+        ]:  # fmt: skip
+            for name, kind in kinds.items():
+                value = getattr(row, name)
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise PlanError(f"this is not a plan file: {where} has {name}={value!r}")
+        return plan
+
+    def with_epoch(self, epoch: int) -> "Plan":
+        return replace(self, epoch=epoch)
+
+
+_STAGE_TYPES: dict[str, Any] = {"peer": str, "first_op": int, "end_op": int, "window": int}
+_PLAN_TYPES: dict[str, Any] = {"graph_hash": str, "schedule": str, "microbatches": int, "epoch": int}
+
+Direction = Literal["F", "B", "E"]
+"""F: a forward value (an activation, a model input, a shared parameter); B: a gradient; E: a forward value of
+an evaluation pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameKey:
+    """What a frame is; unique among the frames one peer receives in a run. Stale epochs are dropped."""
+
+    epoch: int
+    step: int
+    microbatch: int
+    value: str
+    direction: Direction
+    attempt: int = 0
+
+
+@dataclass(slots=True)
+class Frame:
+    """One tensor on its way. `payload` is the codec's output, one or more buffers that are joined on the wire;
+    `absent` means there is no tensor (no gradient flows here) and the payload is empty."""
+
+    key: FrameKey
+    codec: str
+    spec: TensorSpec
+    payload: list[Any]
+    absent: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memoryview(part).nbytes for part in self.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of one peer's time: `activity` is compute, encode, wait, apply or idle; `label` says of what
+    (an action, or the value waited for and from whom). Seconds on that peer's monotonic clock, from the step's
+    start."""
+
+    activity: str
+    label: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What crossed one directed link in a step: bytes on the wire, and seconds the link was busy sending."""
+
+    src: str
+    dst: str
+    nbytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a stage tells when it has all gradients of a step.
+
+    `norms`: gradient norm by parameter name, so that the coordinator can add them in the model's own order and
+    clip exactly as one process does. `losses`: by microbatch, from the stage that ends in the loss.
+    """
+
+    step: int
+    stage: int
+    peer: str
+    finite: bool
+    norms: dict[str, float]
+    losses: list[float]
+    seconds: float
+    spans: tuple[Span, ...]
+    links: tuple[LinkUse, ...]
+    memory_bytes: int

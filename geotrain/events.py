@@ -1,0 +1,100 @@
+"""What a run tells the outside: one record a thing that happened. The live view, the report, `--json` and
+`events.jsonl` in the run folder are all made from these. Pure."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .base import Plan, StageReport
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    name: str
+    flops_per_s: float
+    memory_bytes: int
+    duty: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing moves until `reason` is over, such as `2 of 4 peers have joined`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan was chosen. `stage_ops`: op count by stage; `stage_blocks`: a phrase by stage, such as
+    `blocks.0-blocks.2`; `parameters`: how many the model has."""
+
+    plan: Plan
+    stage_ops: tuple[int, ...]
+    stage_blocks: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Every stage has its weights; training starts (or goes on) at `step`."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """A step is in the ledger. `loss`: mean over microbatches; `seconds`: from the last commit to this one;
+    `skipped`: some gradient was not finite, so no weight changed."""
+
+    step: int
+    steps: int
+    loss: float
+    losses: tuple[float, ...]
+    seconds: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+    stages: tuple[StageReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProgress:
+    """A peer's heartbeat: what it does now, and what it waits for."""
+
+    name: str
+    step: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The run is over. `reason` is `done`, `interrupted`, or why it failed."""
+
+    step: int
+    reason: str
+    seconds: float = field(default=0.0)
+
+
+RunEvent = (
+    PeerJoined | Waiting | Planned | Prepared | StepCommitted | Evaluated | Checkpointed | PeerProgress
+    | PeerGone | Ended
+)  # fmt: skip
