@@ -30,10 +30,12 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor, enough to size a buffer."""
+    """Shape and dtype of a tensor, enough to size a buffer. `stride` (in elements) is None when it is contiguous:
+    a kernel may round differently on another memory layout, so layouts travel with tensors."""
 
     shape: tuple[int, ...]
     dtype: str
+    stride: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -42,6 +44,22 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def dims_in_memory(self) -> tuple[int, ...]:
+        """Dimensions from the slowest-moving to the fastest; of a contiguous tensor 0, 1, 2, ..."""
+        if self.stride is None:
+            return tuple(range(len(self.shape)))
+        stride = self.stride
+        return tuple(sorted(range(len(self.shape)), key=lambda d: -stride[d]))
+
+    @property
+    def packed(self) -> "TensorSpec":
+        """What travels: the elements in memory order without gaps, a repeated (stride 0) dimension once."""
+        if self.stride is None:
+            return self
+        shape = (1 if self.stride[d] == 0 else self.shape[d] for d in self.dims_in_memory)
+        return TensorSpec(tuple(shape), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

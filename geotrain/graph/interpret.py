@@ -142,12 +142,12 @@ class Program:
         device = self._device
         for step in steps:
             args, kwargs = step.args, step.kwargs
-            if step.fill:
+            if step.fill or step.nested:
                 args = args.copy()
                 for i, name in step.fill:
                     args[i] = env[name]
-            for i, arg in step.nested:
-                args[i] = from_arg(arg, env, device)
+                for i, arg in step.nested:
+                    args[i] = from_arg(arg, env, device)
             if step.fill_kwargs:
                 kwargs = {**kwargs, **{k: from_arg(a, env, device) for k, a in step.fill_kwargs}}
             if step.random is not None and key is not None:

@@ -161,7 +161,8 @@ class StageGraph:
 
     `grads_from` maps every value whose gradient another stage has summed so far (made here or received here) to
     that stage. `parameters` are owned here: this stage holds their optimizer state. `inputs` come from the
-    coordinator. `loss` and `outputs` are set where they are made here.
+    coordinator. `loss` and `outputs` are set where they are made here. `copies` are the frozen parameters and the
+    unchanging buffers that an earlier stage holds too, and keeps in its checkpoints.
     """
 
     index: int
@@ -180,6 +181,7 @@ class StageGraph:
     loss: str | None
     outputs: Mapping[str, str]
     autocast: str | None
+    copies: frozenset[str] = frozenset()
 
 
 def refs(arg: Arg) -> Iterator[str]:
