@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from .errors import LocalError
+from .runstate import CommitRow
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS microbatch (
@@ -30,21 +31,6 @@ CREATE TABLE IF NOT EXISTS rollback (
   steps INTEGER NOT NULL, microbatches INTEGER NOT NULL
 );
 """
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRow:
-    """One committed step. `loss` is the mean over microbatches, `grad_norm` the norm before clipping by
-    factor `clip`; both may be NaN or infinite when `skipped`. `seconds`: since the commit before."""
-
-    step: int
-    epoch: int
-    loss: float
-    grad_norm: float
-    clip: float
-    lr: float
-    skipped: bool
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import sqlite3
 import pytest
 
 from geotrain.errors import LocalError
-from geotrain.ledger import CommitRow, Ledger
+from geotrain.ledger import Ledger
+from geotrain.runstate import CommitRow
 
 
 def row(step, epoch=1, loss=1.0):

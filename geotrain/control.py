@@ -1,0 +1,313 @@
+"""The coordinator's decisions: apply(state, event, now) -> state, commands. Pure.
+
+A run gathers peers, plans, prepares (every stage loads its weights), trains, drains and ends. A step is a
+two-phase transaction: when every stage is ready, the commit goes to the ledger first and to the stages after.
+Whatever names an older epoch is ignored, so a zombie changes nothing. When a peer of the plan is lost, the
+others are planned again as a new epoch and all go on from the newest complete checkpoint, or from the start.
+"""
+
+import math
+from dataclasses import replace
+
+from . import events, protocol
+from .base import COORDINATOR, Plan, StageReport
+from .runstate import (
+    Broken,
+    CheckpointWritten,
+    Command,
+    CommitRow,
+    Dismiss,
+    Emit,
+    Event,
+    Feed,
+    Finish,
+    Instruct,
+    Joined,
+    LedgerCommit,
+    LedgerRollback,
+    Lost,
+    Member,
+    PlanChosen,
+    PlanRefused,
+    Prepare,
+    Propose,
+    Refuse,
+    Said,
+    State,
+    Tick,
+    UserStop,
+    Welcome,
+    WriteCheckpoint,
+)
+
+Result = tuple[State, list[Command]]
+
+
+def apply(state: State, event: Event, now_s: float) -> Result:
+    """What follows from an event. Total: an event that makes no sense now changes nothing."""
+    if state.phase == "ended":
+        return state, [Refuse(event.session, "the run is over")] if isinstance(event, Joined) else []
+    match event:
+        case Joined():
+            return _joined(state, event, now_s)
+        case Said(name, message) if name in state.members:
+            member = replace(state.members[name], heard_s=now_s)
+            return _said(_with_member(state, name, member), name, message, now_s)
+        case Lost(name, reason) if name in state.members:
+            return _lost(state, name, reason, now_s)
+        case PlanChosen(plan) if state.phase == "planning" and plan.epoch == state.epoch:
+            stages = frozenset(range(len(plan.stages)))
+            state = replace(state, phase="preparing", plan=plan, waiting=stages)
+            return state, [Prepare(plan, state.done), _loading(state)]
+        case PlanRefused(epoch, reason) if state.phase == "planning" and epoch == state.epoch:
+            return _finish(state, reason, now_s, failed=True)
+        case CheckpointWritten(step, path) if step in state.writing:
+            state = replace(state, writing=state.writing - {step}, checkpoint=max(step, state.checkpoint))
+            return _then(_drained(state, now_s), Emit(events.Checkpointed(step, path)))
+        case UserStop():
+            return _stop(state, now_s)
+        case Broken(reason):
+            return _finish(state, reason, now_s, failed=True)
+        case Tick():
+            return _tick(state, now_s)
+        case _:
+            return state, []
+
+
+def _joined(state: State, event: Joined, now_s: float) -> Result:
+    name = event.peer.name
+    if name in state.members or name == COORDINATOR:
+        reason = f"the name {name} is taken in this run; join with another --name"
+        return state, [Refuse(event.session, reason)]
+    member = Member(event.peer, event.duty, event.address, now_s)
+    joined = events.PeerJoined(name, event.peer.flops_per_s, event.peer.memory_bytes, event.duty)
+    return _then(_gathered(_with_member(state, name, member)), Welcome(event.session, name), Emit(joined))
+
+
+def _gathered(state: State) -> Result:
+    """Plan as soon as enough peers are there."""
+    if state.phase != "gathering":
+        return state, []
+    if len(state.members) >= state.settings.peers:
+        return _propose(state)
+    return state, [_waiting(f"{len(state.members)} of {state.settings.peers} peers have joined")]
+
+
+def _propose(state: State) -> Result:
+    state = replace(state, phase="planning", epoch=state.epoch + 1)
+    peers = tuple(member.peer for member in state.members.values())
+    return state, [_waiting("the plan is being made"), Propose(state.epoch, peers)]
+
+
+def _said(state: State, name: str, message: protocol.FromPeer, now_s: float) -> Result:
+    stage = state.stage_of(name)
+    match message:
+        case protocol.Progress():
+            return state, [Emit(events.PeerProgress(name, message.step, message.state))]
+        case protocol.Leaving():
+            return _leaving(state, name, now_s)
+        case protocol.Failed(epoch, reason) if stage is not None and epoch == state.epoch:
+            return _finish(state, f"stage {stage} on {name} failed: {reason}", now_s, failed=True)
+        case protocol.Loaded(epoch, of) if of == stage and epoch == state.epoch:
+            return _loaded(state, of, now_s)
+        case protocol.Ready(epoch, report) if report.stage == stage and epoch == state.epoch:
+            return _ready(state, report, now_s)
+        case protocol.Scored(epoch, step, losses) if stage is not None and epoch == state.epoch:
+            if step not in state.evaluating or not losses:
+                return state, []
+            state = replace(state, evaluating=state.evaluating - {step})
+            scored = Emit(events.Evaluated(step, sum(losses) / len(losses)))
+            return _then(_drained(state, now_s), scored)
+        case protocol.Saved(epoch, step, of) if of == stage and epoch == state.epoch:
+            return _saved(state, step, of)
+        case _:
+            return state, []
+
+
+def _loaded(state: State, stage: int, now_s: float) -> Result:
+    if state.phase != "preparing":
+        return state, []
+    state = replace(state, waiting=state.waiting - {stage})
+    if state.waiting:
+        return state, [_loading(state)]
+    state = replace(state, phase="training", ready={}, committed_s=now_s)
+    instructions: list[protocol.Instruction] = []
+    state = _evaluate(state, instructions)
+    instructions.append(protocol.Train(state.done))
+    return state, [
+        Emit(events.Prepared(state.epoch, state.done)),
+        Feed(state.epoch, state.done),
+        Instruct(state.epoch, tuple(instructions)),
+    ]
+
+
+def _ready(state: State, report: StageReport, now_s: float) -> Result:
+    plan = state.plan
+    if plan is None or state.phase != "training" or report.step != state.done:
+        return state, []
+    state = replace(state, ready={**state.ready, report.stage: report})
+    return _commit(state, plan, now_s) if len(state.ready) == len(plan.stages) else (state, [])
+
+
+def _commit(state: State, plan: Plan, now_s: float) -> Result:
+    """Every stage is ready: the step happens, or is skipped everywhere if a gradient is not finite."""
+    settings, step = state.settings, state.done
+    reports = tuple(state.ready[i] for i in range(len(plan.stages)))
+    norms = {name: norm for report in reports for name, norm in report.norms.items()}
+    total, factor = settings.clip({name: norms[name] for name in settings.parameters if name in norms})
+    skip = not (all(report.finite for report in reports) and math.isfinite(total))
+    losses = next((tuple(report.losses) for report in reports if report.losses), ())
+    loss = sum(losses) / len(losses) if losses else math.nan
+    clip, lr = 0.0 if skip else factor, settings.lr_at(step)
+    seconds = now_s - (now_s if state.committed_s is None else state.committed_s)
+
+    state = replace(state, done=step + 1, ready={}, committed_s=now_s)
+    if state.done == settings.steps:
+        after = "done"
+    elif state.stopping:
+        after = "interrupted"
+    elif any(state.members[stage.peer].leaving for stage in plan.stages):
+        after = "replan"
+    else:
+        after = None
+
+    instructions: list[protocol.Instruction] = []
+    if settings.keep_gradients and after == "done":
+        instructions.append(protocol.Gradients(step))
+    instructions.append(protocol.Commit(step, clip, lr, skip))
+    if after in (None, "done"):
+        state = _evaluate(state, instructions)
+    if after is not None or settings.checkpoint_due(state.done):
+        state = replace(state, saving={**state.saving, state.done: frozenset(range(len(plan.stages)))})
+        instructions.append(protocol.Checkpoint(state.done))
+    if after is None:
+        instructions.append(protocol.Train(state.done))
+    else:
+        state = replace(state, phase="draining", after=after)
+    committed = events.StepCommitted(
+        state.done, settings.steps, loss, losses, seconds, settings.tokens_per_step, total, lr, skip, reports
+    )
+    return state, [
+        LedgerCommit(CommitRow(step, state.epoch, loss, total, clip, lr, skip, seconds), losses),
+        Instruct(state.epoch, tuple(instructions)),
+        Emit(committed),
+    ]
+
+
+def _evaluate(state: State, instructions: list[protocol.Instruction]) -> State:
+    if not state.settings.evaluation_due(state.done):
+        return state
+    instructions.append(protocol.Evaluate(state.done, state.settings.evaluate_microbatches))
+    return replace(state, evaluating=state.evaluating | {state.done})
+
+
+def _saved(state: State, step: int, stage: int) -> Result:
+    if stage not in state.saving.get(step, ()):
+        return state, []
+    left = state.saving[step] - {stage}
+    others = {other: stages for other, stages in state.saving.items() if other != step}
+    if left:
+        return replace(state, saving={**others, step: left}), []
+    return replace(state, saving=others, writing=state.writing | {step}), [WriteCheckpoint(step)]
+
+
+def _drained(state: State, now_s: float) -> Result:
+    """When nothing is on its way any more, do what the draining was for."""
+    if state.phase != "draining" or not state.drained:
+        return state, []
+    if state.after == "replan":
+        return _replan(state, now_s)
+    return _finish(state, state.after or "done", now_s, failed=False)
+
+
+def _replan(state: State, now_s: float) -> Result:
+    """Go on from the newest checkpoint with those who stay; before any training, wait for more instead."""
+    leavers = [name for name, member in state.members.items() if member.leaving]
+    staying = {name: member for name, member in state.members.items() if not member.leaving}
+    before: list[Command] = []
+    for name in leavers:
+        before += [Dismiss(name, "the step is saved and handed over"), Emit(events.PeerGone(name, "left"))]
+    if state.done > state.checkpoint:
+        before.append(LedgerRollback(state.checkpoint, state.epoch + 1))
+    state = replace(state, members=staying, plan=None, done=state.checkpoint, ready={}, after=None)
+    if state.committed_s is None:
+        return _then(_gathered(replace(state, phase="gathering", gathering_s=now_s)), *before)
+    if not staying:
+        reason = f"no peer is left; resume it from step {state.checkpoint} when there are some"
+        return _then(_finish(state, reason, now_s, failed=True), *before)
+    return _then(_propose(state), *before)
+
+
+def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
+    stage, leaving = state.stage_of(name), state.members[name].leaving
+    members = {other: member for other, member in state.members.items() if other != name}
+    state = replace(state, members=members)
+    gone = Emit(events.PeerGone(name, "left" if leaving else reason))
+    if state.phase == "gathering":
+        return _then(_gathered(state), gone)
+    harmless = state.phase == "draining" and not (state.saving or state.evaluating)
+    if (stage is None and state.phase != "planning") or harmless:
+        return state, [gone]
+    state = replace(state, saving={}, evaluating=frozenset())
+    if state.writing:
+        after = "interrupted" if state.stopping else "replan"
+        return replace(state, phase="draining", after=after), [gone]
+    if state.stopping:
+        return _then(_finish(state, "interrupted", now_s, failed=False), gone)
+    return _then(_replan(state, now_s), gone)
+
+
+def _leaving(state: State, name: str, now_s: float) -> Result:
+    """A peer's owner wants it back. One that trains is let go when the step is finished and saved."""
+    state = _with_member(state, name, replace(state.members[name], leaving=True))
+    if state.stage_of(name) is not None and state.phase in ("training", "draining"):
+        return state, []
+    return _then(_lost(state, name, "left", now_s), Dismiss(name, "thank you"))
+
+
+def _stop(state: State, now_s: float) -> Result:
+    state = replace(state, stopping=True)
+    if state.phase == "draining":
+        return (replace(state, after="interrupted") if state.after == "replan" else state), []
+    if state.phase == "training":
+        return state, [_waiting("the step is finished and saved, then the run ends")]
+    return _finish(state, "interrupted", now_s, failed=False)
+
+
+def _tick(state: State, now_s: float) -> Result:
+    settings = state.settings
+    if state.phase == "gathering" and now_s - state.gathering_s > settings.wait_s:
+        have = f"{len(state.members)} of {settings.peers} peers joined within {settings.wait_s:.0f} s"
+        reason = f"{have}; give the ticket to more peers or lower pipeline.peers"
+        return _finish(state, reason, now_s, failed=True)
+    commands: list[Command] = []
+    for name, member in state.members.items():
+        if name in state.members and state.phase != "ended" and now_s - member.heard_s > settings.silence_s:
+            reason = f"silent for {settings.silence_s:.0f} s"
+            commands.append(Dismiss(name, reason))
+            state, more = _lost(state, name, reason, now_s)
+            commands += more
+    return state, commands
+
+
+def _finish(state: State, reason: str, now_s: float, failed: bool) -> Result:
+    ended = events.Ended(state.done, reason, now_s - state.started_s)
+    return replace(state, phase="ended"), [Emit(ended), Finish(reason, failed)]
+
+
+def _with_member(state: State, name: str, member: Member) -> State:
+    return replace(state, members={**state.members, name: member})
+
+
+def _waiting(reason: str) -> Emit:
+    return Emit(events.Waiting(reason))
+
+
+def _loading(state: State) -> Emit:
+    stages = len(state.plan.stages) if state.plan else 0
+    return _waiting(f"{stages - len(state.waiting)} of {stages} stages have their weights")
+
+
+def _then(result: Result, *first: Command) -> Result:
+    """The result with these commands before its own."""
+    return result[0], [*first, *result[1]]

@@ -1,0 +1,272 @@
+"""What a run is at a moment, what can happen to it, and what can be done about it: control's records. Pure.
+
+Step numbers: `done` steps are committed, the step that runs is number `done`; a checkpoint or an evaluation
+"at n" is the state after n steps.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from . import events, protocol
+from .base import Peer, Plan, StageReport
+
+Phase = Literal["gathering", "planning", "preparing", "training", "draining", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost.
+    Every so many steps the run is evaluated or checkpointed, and at its end; `evaluate_every` 0 is never,
+    `checkpoint_every` 0 only at the end. `parameters` is the model's order, in which `clip` adds norms."""
+
+    steps: int
+    peers: int
+    parameters: tuple[str, ...]
+    lr_at: Callable[[int], float]
+    clip: Callable[[Mapping[str, float]], tuple[float, float]]
+    tokens_per_step: int = 0
+    evaluate_every: int = 0
+    evaluate_microbatches: int = 0
+    checkpoint_every: int = 0
+    keep_gradients: bool = False
+    wait_s: float = 300.0
+    silence_s: float = 15.0
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the state after `step` steps is evaluated."""
+        return self.evaluate_every > 0 and (step % self.evaluate_every == 0 or step == self.steps)
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether the state after `step` steps is saved."""
+        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A peer that is in. `heard_s`: when it last said anything."""
+
+    peer: Peer
+    duty: float
+    address: str
+    heard_s: float
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the coordinator decides by. `checkpoint` is the newest complete one (0: the fresh weights).
+
+    `waiting` holds the stages that still have to load; `ready` the reports of the running step; `saving` the
+    stages whose part of a checkpoint is still on its way; `writing` the checkpoints being completed on disk;
+    `evaluating` the evaluations without an answer. `after` says what follows when all these are empty.
+    `gathering_s` is when gathering began, `committed_s` when the last step was committed or training began.
+    """
+
+    settings: Settings
+    started_s: float
+    gathering_s: float
+    phase: Phase = "gathering"
+    epoch: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict[str, Member])
+    plan: Plan | None = None
+    done: int = 0
+    checkpoint: int = 0
+    waiting: frozenset[int] = frozenset()
+    ready: Mapping[int, StageReport] = field(default_factory=dict[int, StageReport])
+    saving: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    writing: frozenset[int] = frozenset()
+    evaluating: frozenset[int] = frozenset()
+    after: Literal["done", "interrupted", "replan"] | None = None
+    stopping: bool = False
+    committed_s: float | None = None
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that a peer runs in the active plan."""
+        stages = self.plan.stages if self.plan is not None else ()
+        return next((i for i, stage in enumerate(stages) if stage.peer == name), None)
+
+    @property
+    def drained(self) -> bool:
+        return not (self.saving or self.writing or self.evaluating)
+
+
+# Events. Those with an epoch are ignored when it is not the active one.
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A peer asks to be let in; `session` is its connection."""
+
+    session: int
+    peer: Peer
+    duty: float
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message from a peer that is in."""
+
+    name: str
+    message: protocol.FromPeer
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChosen:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRefused:
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class UserStop:
+    """The coordinator's user wants to end: the running step is finished and saved first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The coordinator itself cannot go on, such as with a full disk."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = Joined | Said | Lost | PlanChosen | PlanRefused | CheckpointWritten | UserStop | Broken | Tick
+
+
+# Commands, to be carried out in order.
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The connection is now the peer of that name."""
+
+    session: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End a connection that is nobody's, and say why."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Tell a peer to go, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Make a plan of this epoch over these peers, and answer `PlanChosen` or `PlanRefused`."""
+
+    epoch: int
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make every stage of the plan ready to train from the checkpoint at `step`."""
+
+    plan: Plan
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Send model inputs of this epoch, from step number `step` on."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruct:
+    """The same instructions for every peer of the plan."""
+
+    epoch: int
+    instructions: tuple[protocol.Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRow:
+    """A row of the ledger: one committed step. `loss` is the mean over microbatches, `grad_norm` the norm
+    before clipping by factor `clip` (0 where `skipped`); `seconds`: since the commit before."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    clip: float
+    lr: float
+    skipped: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCommit:
+    """Write the row and the microbatches' losses before any later command is carried out."""
+
+    row: CommitRow
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRollback:
+    """Forget the commits from step number `step` on; epoch `epoch` does them again."""
+
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCheckpoint:
+    """All stages' parts have arrived: complete it on disk and answer `CheckpointWritten`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    event: events.RunEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Dismiss everybody. `failed`: the run did not end as its user wanted."""
+
+    reason: str
+    failed: bool
+
+
+Command = (
+    Welcome | Refuse | Dismiss | Propose | Prepare | Feed | Instruct | LedgerCommit | LedgerRollback
+    | WriteCheckpoint | Emit | Finish
+)  # fmt: skip

@@ -1,0 +1,418 @@
+"""Control: whatever comes in whatever order, one epoch is active and no step is committed twice in it."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from geotrain import control, events, protocol, runstate
+from geotrain.base import Peer, Plan, Stage, StageReport
+
+
+def clip(norms):
+    total = math.sqrt(sum(norm * norm for norm in norms.values()))
+    return total, min(1.0, 1.0 / (total + 1e-6))
+
+
+SETTINGS = runstate.Settings(
+    steps=3, peers=2, parameters=("a", "b"), lr_at=lambda step: 0.1 / (step + 1), clip=clip, tokens_per_step=8
+)
+
+
+def plan_over(names, epoch):
+    stages = tuple(Stage(name, i, i + 1, 1) for i, name in enumerate(names))
+    return Plan("hash", "1f1b", 2, stages, epoch)
+
+
+def report(stage, peer, step, finite=True, norm=1.0, last=True):
+    name, losses = "ab"[stage % 2], [2.0, 4.0] if last else []
+    return StageReport(step, stage, peer, finite, {name: norm}, losses, 0.1, (), (), 0)
+
+
+class Run:
+    """A coordinator without a world: feeds events, keeps all commands and what they did."""
+
+    def __init__(self, **changes):
+        self.state = runstate.State(replace(SETTINGS, **changes), started_s=0.0, gathering_s=0.0)
+        self.now_s = 0.0
+        self.commands = []
+        self.ledger = []
+
+    def do(self, event):
+        self.state, commands = control.apply(self.state, event, self.now_s)
+        for command in commands:
+            if isinstance(command, runstate.LedgerCommit):
+                assert command.row.step == len(self.ledger)
+                self.ledger.append(command.row)
+            if isinstance(command, runstate.LedgerRollback):
+                assert command.step < len(self.ledger)
+                del self.ledger[command.step :]
+        self.commands += commands
+        return commands
+
+    def join(self, name):
+        return self.do(runstate.Joined(hash(name), Peer(name, 1e9, 1 << 30), 1.0, "h:1"))
+
+    def say(self, name, message):
+        return self.do(runstate.Said(name, message))
+
+    def choose_plan(self):
+        names = [peer.name for peer in self.last(runstate.Propose).peers]
+        return self.do(runstate.PlanChosen(plan_over(names, self.state.epoch)))
+
+    def start(self, *names):
+        for name in names:
+            self.join(name)
+        self.choose_plan()
+        return self.load()
+
+    def load(self):
+        for i, stage in enumerate(self.state.plan.stages):
+            commands = self.say(stage.peer, protocol.Loaded(self.state.epoch, i))
+        return commands
+
+    def step(self, **changes):
+        done, last = self.state.done, len(self.state.plan.stages) - 1
+        for i, stage in enumerate(self.state.plan.stages):
+            what = report(i, stage.peer, done, last=i == last, **changes)
+            commands = self.say(stage.peer, protocol.Ready(self.state.epoch, what))
+        return commands
+
+    def save(self, step):
+        for i, stage in enumerate(self.state.plan.stages):
+            self.say(stage.peer, protocol.Saved(self.state.epoch, step, i))
+        return self.do(runstate.CheckpointWritten(step, Path(f"step-{step}")))
+
+    def last(self, kind):
+        return next(command for command in reversed(self.commands) if isinstance(command, kind))
+
+    def emitted(self, kind):
+        emitted = [command.event for command in self.commands if isinstance(command, runstate.Emit)]
+        return [event for event in emitted if isinstance(event, kind)]
+
+    def instructed(self):
+        return self.last(runstate.Instruct).instructions
+
+
+def kinds(commands):
+    return [type(command).__name__ for command in commands]
+
+
+def test_a_whole_run():
+    run = Run(evaluate_every=2, evaluate_microbatches=4, checkpoint_every=2)
+    assert kinds(run.join("anna")) == ["Welcome", "Emit", "Emit"]
+    assert run.emitted(events.Waiting)[-1].reason == "1 of 2 peers have joined"
+    assert kinds(run.join("ben")) == ["Welcome", "Emit", "Emit", "Propose"]
+    assert kinds(run.choose_plan()) == ["Prepare", "Emit"]
+    assert kinds(run.load()) == ["Emit", "Feed", "Instruct"]
+    assert run.instructed() == (protocol.Evaluate(0, 4), protocol.Train(0))
+    run.say("ben", protocol.Scored(1, 0, (4.0, 6.0)))
+    assert run.emitted(events.Evaluated) == [events.Evaluated(0, 5.0)]
+
+    run.now_s = 2.5
+    assert kinds(run.step()) == ["LedgerCommit", "Instruct", "Emit"]  # the ledger comes first
+    total, factor = clip({"a": 1.0, "b": 1.0})
+    assert run.instructed() == (protocol.Commit(0, factor, 0.1, False), protocol.Train(1))
+    (committed,) = run.emitted(events.StepCommitted)
+    assert (committed.step, committed.loss, committed.losses, committed.seconds) == (1, 3.0, (2.0, 4.0), 2.5)
+    assert committed.grad_norm == total and committed.tokens == 8 and len(committed.stages) == 2
+
+    run.step()
+    assert run.instructed()[1:] == (protocol.Evaluate(2, 4), protocol.Checkpoint(2), protocol.Train(2))
+    run.step()
+    assert run.instructed()[1:] == (protocol.Evaluate(3, 4), protocol.Checkpoint(3))
+    assert run.state.phase == "draining"
+    assert run.save(2) and run.state.phase == "draining"
+    run.say("ben", protocol.Scored(1, 2, (3.0,)))
+    run.save(3)
+    run.say("ben", protocol.Scored(1, 3, (2.0,)))
+    assert run.last(runstate.Finish) == runstate.Finish("done", failed=False)
+    assert run.emitted(events.Ended) == [events.Ended(3, "done", 2.5)]
+    assert [event.step for event in run.emitted(events.Checkpointed)] == [2, 3]
+
+
+def test_gradients_are_asked_for_before_the_last_commit():
+    run = Run(steps=1, keep_gradients=True)
+    run.start("anna", "ben")
+    run.step()
+    assert kinds(run.instructed()) == ["Gradients", "Commit", "Checkpoint"]
+
+
+@pytest.mark.parametrize("changes", [{"finite": False}, {"norm": math.inf}, {"norm": math.nan}])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(changes):
+    run = Run()
+    run.start("anna", "ben")
+    run.step(**changes)
+    assert run.instructed()[0] == protocol.Commit(0, 0.0, 0.1, skip=True)
+    assert run.ledger[0].skipped and run.emitted(events.StepCommitted)[0].skipped
+
+
+def test_a_step_needs_every_stage_once():
+    run = Run()
+    run.start("anna", "ben")
+    ready = protocol.Ready(1, report(0, "anna", 0))
+    for name, message in [("anna", ready), ("anna", ready), ("ben", ready), ("nobody", ready)]:
+        assert run.say(name, message) == []
+    assert run.say("ben", protocol.Ready(2, report(1, "ben", 0))) == []
+    assert run.say("ben", protocol.Ready(1, report(1, "ben", 1))) == []
+    assert run.ledger == []
+    assert run.say("ben", protocol.Ready(1, report(1, "ben", 0)))
+    assert len(run.ledger) == 1
+
+
+def test_a_lost_peer_sends_the_rest_back_to_the_checkpoint():
+    run = Run(checkpoint_every=1, steps=9)
+    run.start("anna", "ben")
+    run.join("carl")  # a spare
+    run.step()
+    run.save(1)
+    run.step()
+    run.step()
+    assert len(run.ledger) == 3
+    commands = run.do(runstate.Lost("ben", "its connection ended"))
+    assert kinds(commands) == ["Emit", "LedgerRollback", "Emit", "Propose"]
+    assert [peer.name for peer in run.last(runstate.Propose).peers] == ["anna", "carl"]
+    assert run.state.epoch == 2 and run.state.done == 1 and len(run.ledger) == 1
+    run.choose_plan()
+    assert run.last(runstate.Prepare).step == 1
+    assert run.say("anna", protocol.Ready(1, report(0, "anna", 3))) == []  # a late report of the old epoch
+    run.load()
+    assert run.instructed() == (protocol.Train(1),)
+    run.step()
+    assert [row.epoch for row in run.ledger] == [1, 2]
+
+
+def test_without_a_checkpoint_the_rest_starts_again():
+    run = Run()
+    run.start("anna", "ben")
+    run.step()
+    run.do(runstate.Lost("anna", "gone"))
+    run.choose_plan()
+    assert run.last(runstate.Prepare).step == 0 and run.ledger == []
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for():
+    run = Run(checkpoint_every=1, steps=9)
+    run.start("anna", "ben")
+    run.step()
+    for i, name in enumerate(("anna", "ben")):
+        run.say(name, protocol.Saved(1, 1, i))
+    run.do(runstate.Lost("ben", "gone"))
+    assert run.state.phase == "draining"
+    run.do(runstate.CheckpointWritten(1, Path("step-1")))
+    assert run.state.phase == "planning" and run.state.done == 1 and len(run.ledger) == 1
+
+
+def test_a_peer_lost_before_training_is_waited_for_again():
+    run = Run()
+    run.join("anna")
+    run.join("ben")
+    run.choose_plan()
+    run.do(runstate.Lost("ben", "gone"))
+    assert run.state.phase == "gathering"
+    run.join("carl")
+    assert run.state.phase == "planning" and run.state.epoch == 2
+    assert run.do(runstate.PlanChosen(plan_over(["anna", "ben"], 1))) == []  # the old proposal's answer
+
+
+def test_a_leaving_peer_hands_over_without_losing_a_step():
+    run = Run(steps=9)
+    run.start("anna", "ben")
+    run.step()
+    assert run.say("ben", protocol.Leaving()) == []
+    run.step()
+    assert kinds(run.instructed()) == ["Commit", "Checkpoint"]
+    commands = run.save(2)
+    assert kinds(commands) == ["Emit", "Dismiss", "Emit", "Emit", "Propose"]
+    assert len(run.ledger) == 2 and run.state.done == 2
+    assert [peer.name for peer in run.last(runstate.Propose).peers] == ["anna"]
+    assert run.do(runstate.Lost("ben", "its connection ended")) == []
+
+
+def test_a_spare_leaves_at_once():
+    run = Run(steps=9)
+    run.start("anna", "ben")
+    run.join("carl")
+    assert kinds(run.say("carl", protocol.Leaving())) == ["Dismiss", "Emit"]
+    assert run.state.phase == "training"
+
+
+def test_the_user_stops_between_steps():
+    run = Run(steps=9, evaluate_every=1)
+    run.start("anna", "ben")
+    run.do(runstate.UserStop())
+    run.say("ben", protocol.Scored(1, 0, (1.0,)))
+    run.step()
+    assert kinds(run.instructed()) == ["Commit", "Checkpoint"]
+    run.save(1)
+    assert run.last(runstate.Finish) == runstate.Finish("interrupted", failed=False)
+
+
+@pytest.mark.parametrize("phase", ["gathering", "planning", "preparing"])
+def test_the_user_stops_before_training(phase):
+    run = Run()
+    run.join("anna")
+    if phase != "gathering":
+        run.join("ben")
+    if phase == "preparing":
+        run.choose_plan()
+    assert run.state.phase == phase
+    run.do(runstate.UserStop())
+    assert run.last(runstate.Finish).reason == "interrupted"
+    assert kinds(run.join("carl")) == ["Refuse"]
+
+
+def test_too_few_peers():
+    run = Run(wait_s=30)
+    run.join("anna")
+    run.now_s = 31
+    run.say("anna", protocol.Progress(0, 0, "waiting"))
+    run.do(runstate.Tick())
+    finish = run.last(runstate.Finish)
+    assert finish.failed and finish.reason.startswith("1 of 2 peers joined within 30 s; ")
+
+
+def test_a_silent_peer_is_lost():
+    run = Run(silence_s=5)
+    run.start("anna", "ben")
+    run.now_s = 6
+    run.say("anna", protocol.Progress(1, 0, "waiting for h from ben"))
+    run.do(runstate.Tick())
+    assert run.emitted(events.PeerGone) == [events.PeerGone("ben", "silent for 5 s")]
+    assert run.state.phase == "planning" and list(run.state.members) == ["anna"]
+
+
+def test_nobody_left():
+    run = Run()
+    run.start("anna", "ben")
+    run.now_s = 1000
+    run.do(runstate.Tick())
+    assert [command.failed for command in run.commands if isinstance(command, runstate.Finish)] == [True]
+    assert "no peer is left" in run.last(runstate.Finish).reason
+
+
+def test_a_failure_names_peer_and_stage():
+    run = Run()
+    run.start("anna", "ben")
+    assert run.say("ben", protocol.Failed(7, "an old one")) == []
+    run.say("ben", protocol.Failed(1, "out of memory"))
+    assert run.last(runstate.Finish) == runstate.Finish("stage 1 on ben failed: out of memory", failed=True)
+
+
+def test_a_refused_plan_ends_the_run_with_its_reason():
+    run = Run()
+    run.join("anna")
+    run.join("ben")
+    run.do(runstate.PlanRefused(1, "the model needs 4 GiB, the peers have 2"))
+    assert run.last(runstate.Finish).reason == "the model needs 4 GiB, the peers have 2"
+
+
+def test_names_are_unique():
+    run = Run()
+    run.join("anna")
+    assert kinds(run.join("anna")) == kinds(run.join("coordinator")) == ["Refuse"]
+    assert list(run.state.members) == ["anna"]
+
+
+class Swarm(RuleBasedStateMachine):
+    """Joins, losses, leaves, stops, and acknowledgements that are late, doubled or of an old epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.run = Run(steps=6, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1)
+        self.names = 0
+        self.late = []
+        self.finishes = 0
+        self.best = (0, 0)
+
+    def do(self, event):
+        for command in self.run.do(event):
+            self.finishes += isinstance(command, runstate.Finish)
+            if isinstance(command, runstate.Instruct):
+                assert command.epoch == self.run.state.epoch
+                commits = [i for i in command.instructions if isinstance(i, protocol.Commit)]
+                assert [i.step for i in commits] == ([self.run.ledger[-1].step] if commits else [])
+
+    @rule()
+    def join(self):
+        self.names += 1
+        self.do(runstate.Joined(self.names, Peer(f"p{self.names}", 1e9, 1 << 30), 1.0, "h:1"))
+
+    @precondition(lambda self: self.run.state.members)
+    @rule(data=st.data(), leave=st.booleans())
+    def lose(self, data, leave):
+        name = data.draw(st.sampled_from(sorted(self.run.state.members)))
+        self.do(runstate.Said(name, protocol.Leaving()) if leave else runstate.Lost(name, "lost"))
+
+    @rule()
+    def plan(self):
+        if self.run.state.phase == "planning":
+            names = [peer.name for peer in self.run.last(runstate.Propose).peers][:3]
+            plan = plan_over(names, self.run.state.epoch)
+            self.late.append(runstate.PlanChosen(plan))
+            self.do(runstate.PlanChosen(plan))
+
+    @precondition(lambda self: self.run.state.plan is not None)
+    @rule(data=st.data(), most=st.booleans())
+    def speak(self, data, most):
+        """Some or all stages say what is due, and it may come again later."""
+        state = self.run.state
+        stages = list(enumerate(state.plan.stages))
+        for i, stage in stages if most else [data.draw(st.sampled_from(stages))]:
+            due = [
+                protocol.Loaded(state.epoch, i),
+                protocol.Ready(state.epoch, report(i, stage.peer, state.done)),
+                *(protocol.Saved(state.epoch, step, i) for step in state.saving),
+                *(protocol.Scored(state.epoch, step, (1.0,)) for step in state.evaluating),
+            ]
+            for message in due:
+                self.late.append(runstate.Said(stage.peer, message))
+                self.do(self.late[-1])
+
+    @rule()
+    def write(self):
+        for step in sorted(self.run.state.writing):
+            self.do(runstate.CheckpointWritten(step, Path("x")))
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def repeat(self, data):
+        event = data.draw(st.sampled_from(self.late))
+        before = self.run.state.epoch, len(self.run.ledger)
+        old = getattr(event, "message", None) and event.message.epoch < self.run.state.epoch
+        self.do(event)
+        if old:
+            assert before == (self.run.state.epoch, len(self.run.ledger))
+
+    @rule(seconds=st.sampled_from([1.0, 8.0]))
+    def wait(self, seconds):
+        self.run.now_s += seconds
+        self.do(runstate.Tick())
+
+    @precondition(lambda self: self.names > 3)
+    @rule()
+    def stop(self):
+        self.do(runstate.UserStop())
+
+    @invariant()
+    def consistent(self):
+        state, ledger = self.run.state, self.run.ledger
+        assert [row.step for row in ledger] == list(range(len(ledger)))
+        assert [row.epoch for row in ledger] == sorted(row.epoch for row in ledger)
+        if state.phase != "ended":
+            assert len(ledger) == state.done or state.phase == "draining"
+        assert state.checkpoint <= len(ledger) <= state.settings.steps
+        assert self.finishes == (state.phase == "ended")
+        assert state.epoch >= self.best[0]
+        self.best = (state.epoch, state.done)
+        if state.phase == "training":
+            assert {stage.peer for stage in state.plan.stages} <= set(state.members)
+            assert state.plan.epoch == state.epoch
+
+
+Swarm.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSwarm = Swarm.TestCase
