@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from .base import Action
 from .errors import PlanError
-from .graph.ir import StageGraph
 
 Schedule = list[list[Action]]
 """Actions by stage, each stage's in the order it runs them."""
@@ -71,16 +70,6 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     return [[Action(s, "F", m) for m in range(num_microbatches)] for s in range(num_stages)]
 
 
-def stage_edges(stages: Sequence[StageGraph]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Which stage waits for which, within a microbatch: (forward edges, gradient edges), as `validate` takes
-    them. Parameters sent once a step are there before the first action, and their gradients leave after the
-    last one.
-    """
-    received = [(stage.index, receive) for stage in stages for receive in stage.receives if not receive.once]
-    forward = {(receive.source, index) for index, receive in received}
-    return forward, {(index, receive.grad_to) for index, receive in received if receive.grad}
-
-
 def validate(
     schedule: Schedule,
     num_stages: int,
@@ -94,7 +83,7 @@ def validate(
     Every forward and backward once and in ascending order, the backward after its forward, `windows`
     respected where given, and nothing waits for ever: a dry run over `edges` (forward values, from the stage
     that makes one to each that reads it; by default from each stage to the next) and `gradient_edges` (by
-    default the same ones backwards).
+    default the same ones backwards), both as `graph.stage_edges` gives them.
     """
     if len(schedule) != num_stages:
         raise PlanError(f"the schedule has {len(schedule)} stages, the plan {num_stages}")

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 from geotrain.base import Action
 from geotrain.errors import PlanError
-from geotrain.graph.ir import Receive, StageGraph
 from geotrain.schedule import (
     Schedule,
     build,
     default_windows,
     forward_only,
     from_csv,
-    stage_edges,
     to_csv,
     validate,
 )
@@ -164,23 +162,3 @@ def test_forward_only() -> None:
 def test_csv_names_the_wrong_word() -> None:
     with pytest.raises(PlanError, match="line 2: '1X0' is not an action"):
         from_csv("0F0\n1X0\n")
-
-
-def test_stage_edges_follow_the_running_sum() -> None:
-    """A value of stage 0 read in 1 and 3: its gradient goes 3, 1, 0; shared parameters do not wait."""
-
-    def stage(index: int, *receives: Receive) -> StageGraph:
-        return StageGraph(
-            index, 4, 0, 0, (), (), receives, (), {}, {}, {}, {}, {}, None, {}, None
-        )  # fmt: skip
-
-    stages = [
-        stage(0),
-        stage(1, Receive("x", 0, True, 0)),
-        stage(2, Receive("y", 1, True, 1), Receive("mask", 0, False, 0)),
-        stage(3, Receive("z", 2, True, 2), Receive("x", 0, True, 1), Receive("wte", 0, True, 0, once=True)),
-    ]
-    assert stage_edges(stages) == (
-        {(0, 1), (1, 2), (0, 2), (2, 3), (0, 3)},
-        {(1, 0), (2, 1), (3, 2), (3, 1)},
-    )
