@@ -18,8 +18,8 @@ Phase = Literal["gathering", "planning", "preparing", "training", "draining", "e
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost.
-    Every so many steps the run is evaluated or checkpointed, and at its end; `evaluate_every` 0 is never,
-    `checkpoint_every` 0 only at the end. `parameters` is the model's order, in which `clip` adds norms."""
+    The run is evaluated (if on any microbatches) at its start, at its end and every so many steps, and saved at
+    its end and every so many steps. `parameters` is the model's order, in which `clip` adds norms."""
 
     steps: int
     peers: int
@@ -36,7 +36,8 @@ class Settings:
 
     def evaluation_due(self, step: int) -> bool:
         """Whether the state after `step` steps is evaluated."""
-        return self.evaluate_every > 0 and (step % self.evaluate_every == 0 or step == self.steps)
+        due = step in (0, self.steps) or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+        return self.evaluate_microbatches > 0 and due
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether the state after `step` steps is saved."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from geotrain import control, events, protocol, runstate
 from geotrain.base import Peer, Plan, Stage, StageReport
@@ -182,6 +182,9 @@ def test_a_lost_peer_sends_the_rest_back_to_the_checkpoint():
     assert run.say("anna", protocol.Ready(1, report(0, "anna", 3))) == []  # a late report of the old epoch
     run.load()
     assert run.instructed() == (protocol.Train(1),)
+    for i, name in enumerate(("anna", "carl")):
+        run.say(name, protocol.Ready(1, report(i, name, 1)))  # the right step, but of the old epoch
+    assert len(run.ledger) == 1
     run.step()
     assert [row.epoch for row in run.ledger] == [1, 2]
 
@@ -242,7 +245,7 @@ def test_a_spare_leaves_at_once():
 
 
 def test_the_user_stops_between_steps():
-    run = Run(steps=9, evaluate_every=1)
+    run = Run(steps=9, evaluate_every=1, evaluate_microbatches=1)
     run.start("anna", "ben")
     run.do(runstate.UserStop())
     run.say("ben", protocol.Scored(1, 0, (1.0,)))
@@ -323,7 +326,7 @@ class Swarm(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.run = Run(steps=6, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1)
+        self.run = Run(steps=12, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1)
         self.names = 0
         self.late = []
         self.finishes = 0
@@ -332,47 +335,70 @@ class Swarm(RuleBasedStateMachine):
     def do(self, event):
         for command in self.run.do(event):
             self.finishes += isinstance(command, runstate.Finish)
+            if isinstance(command, runstate.Emit) and isinstance(command.event, events.StepCommitted):
+                told = {(report.step, report.seconds, report.stage) for report in command.event.stages}
+                state = self.run.state  # `seconds` says in which epoch it was said
+                assert told == {(state.done - 1, state.epoch, i) for i in range(len(state.plan.stages))}
             if isinstance(command, runstate.Instruct):
                 assert command.epoch == self.run.state.epoch
                 commits = [i for i in command.instructions if isinstance(i, protocol.Commit)]
                 assert [i.step for i in commits] == ([self.run.ledger[-1].step] if commits else [])
+
+    @initialize()
+    def begin(self):
+        for _ in range(3):
+            self.join()
+        self.plan()
 
     @rule()
     def join(self):
         self.names += 1
         self.do(runstate.Joined(self.names, Peer(f"p{self.names}", 1e9, 1 << 30), 1.0, "h:1"))
 
-    @precondition(lambda self: self.run.state.members)
+    @precondition(lambda self: len(self.run.state.members) > 2)
     @rule(data=st.data(), leave=st.booleans())
     def lose(self, data, leave):
         name = data.draw(st.sampled_from(sorted(self.run.state.members)))
         self.do(runstate.Said(name, protocol.Leaving()) if leave else runstate.Lost(name, "lost"))
 
+    @precondition(lambda self: self.run.state.phase == "planning")
     @rule()
     def plan(self):
-        if self.run.state.phase == "planning":
-            names = [peer.name for peer in self.run.last(runstate.Propose).peers][:3]
-            plan = plan_over(names, self.run.state.epoch)
-            self.late.append(runstate.PlanChosen(plan))
-            self.do(runstate.PlanChosen(plan))
+        names = [peer.name for peer in self.run.last(runstate.Propose).peers][:3]
+        self.late.append(runstate.PlanChosen(plan_over(names, self.run.state.epoch)))
+        self.do(self.late[-1])
+
+    def due(self, i, name):
+        """What a stage would say now."""
+        state = self.run.state
+        ready = replace(report(i, name, state.done), seconds=state.epoch)
+        for message in [
+            protocol.Loaded(state.epoch, i),
+            *(protocol.Saved(state.epoch, step, i) for step in state.saving),
+            *(protocol.Scored(state.epoch, step, (1.0,)) for step in state.evaluating),
+            protocol.Ready(state.epoch, ready),
+        ]:
+            self.late.append(runstate.Said(name, message))
+            self.do(self.late[-1])
 
     @precondition(lambda self: self.run.state.plan is not None)
-    @rule(data=st.data(), most=st.booleans())
-    def speak(self, data, most):
-        """Some or all stages say what is due, and it may come again later."""
-        state = self.run.state
-        stages = list(enumerate(state.plan.stages))
-        for i, stage in stages if most else [data.draw(st.sampled_from(stages))]:
-            due = [
-                protocol.Loaded(state.epoch, i),
-                protocol.Ready(state.epoch, report(i, stage.peer, state.done)),
-                *(protocol.Saved(state.epoch, step, i) for step in state.saving),
-                *(protocol.Scored(state.epoch, step, (1.0,)) for step in state.evaluating),
-            ]
-            for message in due:
-                self.late.append(runstate.Said(stage.peer, message))
-                self.do(self.late[-1])
+    @rule(data=st.data())
+    def speak(self, data):
+        i, stage = data.draw(st.sampled_from(list(enumerate(self.run.state.plan.stages))))
+        self.due(i, stage.peer)
 
+    @rule(times=st.integers(1, 4), write=st.booleans())
+    def go_on(self, times, write):
+        """All is well for some steps."""
+        for _ in range(times):
+            if self.run.state.phase == "planning":
+                self.plan()
+            for i, stage in enumerate(self.run.state.plan.stages if self.run.state.plan else ()):
+                self.due(i, stage.peer)
+            if write:
+                self.write()
+
+    @precondition(lambda self: self.run.state.writing)
     @rule()
     def write(self):
         for step in sorted(self.run.state.writing):
@@ -381,7 +407,7 @@ class Swarm(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule(data=st.data())
     def repeat(self, data):
-        event = data.draw(st.sampled_from(self.late))
+        event = data.draw(st.sampled_from(self.late[-20:]))
         before = self.run.state.epoch, len(self.run.ledger)
         old = getattr(event, "message", None) and event.message.epoch < self.run.state.epoch
         self.do(event)
@@ -390,10 +416,13 @@ class Swarm(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 8.0]))
     def wait(self, seconds):
+        """Some heartbeats are missed."""
         self.run.now_s += seconds
+        for name in sorted(self.run.state.members)[1:]:
+            self.do(runstate.Said(name, protocol.Progress(0, 0, "")))
         self.do(runstate.Tick())
 
-    @precondition(lambda self: self.names > 3)
+    @precondition(lambda self: self.names > 6)
     @rule()
     def stop(self):
         self.do(runstate.UserStop())
