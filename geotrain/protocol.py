@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
 import msgpack
 
@@ -21,6 +21,14 @@ CHUNK_BYTES = 1 << 20
 
 MESSAGE_BYTES = 64 << 20
 """The most a peer takes in one message (a stage's graph); the coordinator takes far less."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSpec:
+    """A tensor by name, with the shape and dtype the sender of the record has in mind."""
+
+    name: str
+    spec: TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,9 @@ class Prepare:
     """Everything of the old epoch is void: become `stage` of this one.
 
     `graph` is a stage graph's bytes, `actions` its schedule as words, `train` the job's training section as
-    JSON. `names` is the peer of each stage and `roster` the address of each peer. `fetch` names the tensors
-    to fetch; a parameter or buffer that is not among them is made from its own init. `step` steps are done.
+    JSON, `seed` the run's. `names` is the peer of each stage and `roster` the address of each peer. `fetch`
+    are the tensors to fetch; a parameter or buffer that is not among them is made from its own init. `step`
+    steps are done.
     """
 
     epoch: int
@@ -116,9 +125,10 @@ class Prepare:
     graph: bytes
     actions: tuple[str, ...]
     train: str
+    seed: int
     names: tuple[str, ...]
     roster: dict[str, str]
-    fetch: tuple[str, ...]
+    fetch: tuple[NamedSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +190,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedSpec:
-    """A tensor by name, with the shape and dtype the sender of the record has in mind."""
-
-    name: str
-    spec: TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
 class Fetch:
     """Asks for tensors of this epoch; the answer is their raw bytes, one after the other, in chunks."""
 
     run: str
     token: bytes
     epoch: int
-    tensors: tuple[NamedSpec, ...]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,11 @@ def encode(message: Message) -> bytes:
 M = TypeVar("M")
 
 
-def decode(data: bytes, accepted: type[M]) -> M:
+@overload
+def decode(data: bytes, accepted: type[M]) -> M: ...
+@overload
+def decode(data: bytes, accepted: types.UnionType) -> Any: ...
+def decode(data: bytes, accepted: Any) -> Any:
     """The inverse of `encode`. `accepted` is a message class or a union of them, such as `FromPeer`."""
     kind = _KINDS[data[0]] if data and data[0] < len(_KINDS) else None
     if kind is None or kind not in (get_args(accepted) or (accepted,)):
@@ -247,7 +253,7 @@ def decode(data: bytes, accepted: type[M]) -> M:
     if len(data) > _LIMITS[kind]:
         raise RemoteProtocolError(f"a {kind.__name__} of {len(data)} bytes is over {_LIMITS[kind]}")
     try:
-        return cast(M, _reader(kind)(msgpack.unpackb(data[1:], max_ext_len=0)))
+        return _reader(kind)(msgpack.unpackb(data[1:], max_ext_len=0))
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"a malformed {kind.__name__}: {error}") from None
 

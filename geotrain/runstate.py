@@ -18,8 +18,8 @@ Phase = Literal["gathering", "planning", "preparing", "training", "draining", "e
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost.
-    The run is evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at its
-    end and every so many steps. `parameters` is the model's order, in which `clip` adds norms."""
+    The run is evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at
+    its end and every so many steps. `parameters` is the model's order, in which `clip` adds norms."""
 
     steps: int
     peers: int

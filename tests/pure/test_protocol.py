@@ -19,6 +19,8 @@ REPORT = StageReport(
     memory_bytes=7,
 )  # fmt: skip
 
+SPEC = protocol.NamedSpec("w", TensorSpec((2, 3), "float32", (1, 2)))
+
 EXAMPLES = [
     protocol.Hello(1, "r", b"secret", "anna", 1e9, 1 << 40, 0.5, "127.0.0.1:1"),
     protocol.Loaded(1, 0),
@@ -29,7 +31,7 @@ EXAMPLES = [
     protocol.Failed(1, "no memory"),
     protocol.Leaving(),
     protocol.Welcome("r", 1.0),
-    protocol.Prepare(2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", ("anna", "ben"), {"anna": "h:1"}, ("w",)),
+    protocol.Prepare(2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,)),
     protocol.Instruct(
         2,
         (
@@ -38,7 +40,7 @@ EXAMPLES = [
         ),
     ),
     protocol.Leave("done"),
-    protocol.Fetch("r", b"t", 1, (protocol.NamedSpec("w", TensorSpec((2, 3), "float32", (1, 2))),)),
+    protocol.Fetch("r", b"t", 1, ("w", "b")),
     protocol.Store("r", b"t", 1, 0, 2, False, (protocol.NamedSpec("w", TensorSpec((), "bfloat16")),)),
 ]  # fmt: skip
 
