@@ -17,6 +17,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 
 from ..errors import CaptureError, GraphFormatError
+from .eager import as_in_eager_mode
 from .functional import Functionalizer
 from .ir import Buffer, Constant, Op, OpGraph, Parameter, Ref, Value, op_refs
 from .ops import DROPPED, GETITEM, REWRITES, STATISTICS, argument, base_name, draws_random, resolve, to_arg
@@ -97,16 +98,27 @@ def capture(
             names the module or the op.
     """
     named = name_inputs(module, example_inputs)
-    wrapper = _LossModule(module, tuple(named)).train(module.training)
+    program = _export(_LossModule(module, tuple(named)).train(module.training), tuple(named.values()))
+    return _Capture(module, program, tuple(named), autocast, init or {}).graph()
+
+
+def _export(module: _LossModule, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    """Traces the module along the path that it takes in eager mode or, where that one depends on values, along the
+    one that it takes when it is traced."""
+    try:
+        with warnings.catch_warnings(), as_in_eager_mode(module.names):
+            warnings.simplefilter("ignore")
+            return torch.export.export(module, inputs, strict=False)
+    except CaptureError:
+        raise
+    except Exception:
+        pass  # the second attempt tells what is wrong
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(wrapper, tuple(named.values()), strict=False)
-    except CaptureError:
-        raise
+            return torch.export.export(module, inputs, strict=False)
     except Exception as error:  # export raises many kinds, none of them documented
         raise CaptureError(_explain(error)) from error
-    return _Capture(module, program, tuple(named), autocast, init or {}).graph()
 
 
 def _explain(error: Exception) -> str:

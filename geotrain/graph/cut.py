@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError
-from .ir import Op, OpGraph, Receive, Send, StageGraph, op_refs
+from .ir import Op, OpGraph, Receive, Send, StageGraph, Value, op_refs
 from .ops import GETITEM, STATISTICS, base_name, is_in_place
 
 
@@ -119,6 +119,11 @@ def boundary_bytes(graph: OpGraph) -> list[Cut]:
         if i > 0 and op.target != GETITEM:
             cuts.append(Cut(i, f, b, op.module))
     return cuts
+
+
+def recomputed(graph: OpGraph) -> frozenset[str]:
+    """Results that each stage that reads them computes for itself: they belong to no place in the graph."""
+    return _Facts(graph).recomputed
 
 
 def cut(graph: OpGraph, points: Iterable[int]) -> list[StageGraph]:
@@ -245,7 +250,8 @@ class _Cutter:
             receives=tuple(receives),
             sends=tuple(sends),
             grads_from=grads_from,
-            values={n: v for n, v in graph.values.items() if n in made or n in read or n in received},
+            values={n: v for n, v in graph.values.items() if n in made or n in read}
+            | {r.value: Value(graph.parameters[r.value].spec, True) for r in receives if r.once},
             parameters=parameters,
             buffers=buffers,
             constants={n: c for n, c in graph.constants.items() if n in read},

@@ -8,7 +8,7 @@ through copies only. Changes of buffers stay in place. This is what `torch.func.
 decomposition of composite ops (dropout, batch norm), which would change the random numbers and the last bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,13 @@ _FUNCTIONAL = {
     "exponential_": "aten.exponential.default",
     "log_normal_": "aten.log_normal.default",
 }
+
+
+_SHAPES: Mapping[str, Callable[..., torch.Tensor]] = {
+    # Its shape function admits bfloat16 only; its kernels do not mind.
+    "aten._grouped_mm.default": lambda a, b, *_, **__: a @ b[0],
+}
+"""Stand-ins with the same result shape, for ops that fake tensors cannot run."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class Functionalizer:
 
     def _emit(self, op: Op) -> None:
         try:
-            function = (lambda x, i: x[i]) if op.target == GETITEM else resolve(op.target)
+            function = _SHAPES.get(op.target) or ((lambda x, i: x[i]) if op.target == GETITEM else resolve(op.target))
         except GraphFormatError as error:
             raise CaptureError(f"module {op.module or '(root)'!r} changes a tensor in place: {error}") from None
         with ExitStack() as stack:
@@ -176,9 +183,12 @@ class Functionalizer:
                 f"module {op.module or '(root)'!r} changes parameter {root!r} in place ({op.target}); make it a buffer"
             )
         base = base_name(op.target)
-        target = _FUNCTIONAL.get(base, op.target.replace(f".{base}.", f".{base[:-1]}.", 1))
         before = self._env[old]
-        self._emit(replace(op, target=target))
+        if base == "copy_":  # ATen's own functional form has no derivative
+            self._emit(replace(op, target="aten.expand.default", args=(op.args[1], tuple(before.shape)), kwargs={}))
+        else:
+            target = _FUNCTIONAL.get(base, op.target.replace(f".{base}.", f".{base[:-1]}.", 1))
+            self._emit(replace(op, target=target))
         new = op.name
         if self._env[new].dtype != before.dtype:
             self._emit(Op(f"{new}:cast", "aten.to.dtype", (Ref(new), Dtype(dtype_name(before.dtype))), {}, op.module, op.grad, op.autocast))

@@ -54,7 +54,7 @@ def seeded(seed: int, step: int, microbatch: int) -> Iterator[None]:
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             nonlocal count
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if torch.Tag.nondeterministic_seeded in func.tags and not _is_plain_attention(func, args, kwargs or {}):
                 tensors = [a for a in args if isinstance(a, torch.Tensor)]
                 _seed_generators(tensors[0].device if tensors else torch.device("cpu"), key.for_op(count))
                 count += 1
@@ -64,6 +64,15 @@ def seeded(seed: int, step: int, microbatch: int) -> Iterator[None]:
         yield
 
 
+
+
+def _is_plain_attention(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Fused attention carries the tag of random ops even when it drops nothing."""
+    if not func._schema.name.startswith("aten::_scaled_dot_product"):
+        return False
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return not given.get("dropout_p")
 
 
 @dataclass(slots=True)

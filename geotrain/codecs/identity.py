@@ -1,0 +1,55 @@
+"""The lossless codec: the elements as they lie in memory. Pure.
+
+Only the memory layout needs care. A transposed tensor is sent in memory order and gets its strides back, and a
+repeated (stride 0) dimension is sent once: a kernel that meets another layout may round differently, and split
+training would no longer equal unsplit training to the last bit. No copy is made of a dense CPU tensor.
+"""
+
+import torch
+
+from ..base import TensorSpec
+from ..errors import RemoteProtocolError
+from ..graph.ops import to_dtype
+from ..graph.serial import tensor_spec
+from .base import Codec, Payload
+
+
+def _encode(tensor: torch.Tensor, state: None) -> tuple[Payload, None]:
+    spec = tensor_spec(tensor)
+    packed = tensor.detach()
+    if spec.stride is not None:
+        for d, stride in enumerate(spec.stride):
+            if stride == 0:
+                packed = packed.narrow(d, 0, 1)
+        packed = packed.permute(spec.dims_in_memory)
+    flat = packed.contiguous().view(-1).view(torch.uint8).cpu()
+    return [memoryview(flat.numpy())] if flat.numel() else [], None
+
+
+def _decode(payload: memoryview, spec: TensorSpec, device: torch.device, state: None) -> tuple[torch.Tensor, None]:
+    packed = spec.packed
+    if payload.nbytes != packed.nbytes:
+        raise RemoteProtocolError(f"{payload.nbytes} bytes came for a tensor of {packed.nbytes} bytes")
+    dtype = to_dtype(spec.dtype)
+    if not payload.nbytes:
+        return torch.empty(spec.shape, dtype=dtype, device=device), None
+    tensor = torch.frombuffer(payload, dtype=dtype).view(packed.shape).to(device)
+    if spec.stride is None:
+        return tensor, None
+    order = spec.dims_in_memory
+    tensor = tensor.permute([order.index(d) for d in range(len(order))]).expand(spec.shape)
+    if tensor.stride() != spec.stride:
+        tensor = _with_layout(tensor, spec)
+    return tensor, None
+
+
+def _with_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The same elements with gaps between them, as in a slice of a larger tensor."""
+    assert spec.stride is not None
+    one_of_each = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in spec.stride)
+    strided = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+    strided[one_of_each].copy_(tensor[one_of_each])
+    return strided
+
+
+IDENTITY = Codec("identity", lambda _: None, _encode, _decode, lambda spec: spec.packed.nbytes)
