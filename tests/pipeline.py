@@ -26,7 +26,13 @@ def across(tensor: torch.Tensor) -> torch.Tensor:
 class Pipeline:
     """All stages of a cut graph, loaded with a module's tensors (copied)."""
 
-    def __init__(self, stages: Sequence[StageGraph], state: dict[str, torch.Tensor], seed: int = 0, microbatches: int = 1):
+    def __init__(
+        self,
+        stages: Sequence[StageGraph],
+        state: dict[str, torch.Tensor],
+        seed: int = 0,
+        microbatches: int = 1,
+    ):
         self.runners: list[StageRunner] = []
         for stage in stages:
             again = from_bytes(to_bytes(stage))
@@ -36,7 +42,9 @@ class Pipeline:
                 runner.load(name, state[name].detach().clone())
             self.runners.append(runner)
 
-    def step(self, step: int, batches: Sequence[dict[str, torch.Tensor]], evaluate: bool = False) -> list[torch.Tensor]:
+    def step(
+        self, step: int, batches: Sequence[dict[str, torch.Tensor]], evaluate: bool = False
+    ) -> list[torch.Tensor]:
         """All forwards, then all backwards (each in microbatch order). Returns the losses."""
         losses: list[torch.Tensor] = []
         for i, batch in enumerate(batches):

@@ -138,7 +138,9 @@ def cut(graph: OpGraph, points: Iterable[int]) -> list[StageGraph]:
     """
     bounds = [0, *points, len(graph.ops)]
     if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
-        raise PlanError(f"cut points must ascend and lie between 1 and {len(graph.ops) - 1}; got {bounds[1:-1]}")
+        raise PlanError(
+            f"cut points must ascend and lie between 1 and {len(graph.ops) - 1}; got {bounds[1:-1]}"
+        )
     return _Cutter(graph, bounds).stages()
 
 
@@ -238,7 +240,9 @@ class _Cutter:
             for n, p in graph.parameters.items()
             if (n in read and n not in received) or (homeless and n not in self.readers)
         }
-        buffers = {n: b for n, b in graph.buffers.items() if n in read or (homeless and n not in self.readers)}
+        buffers = {
+            n: b for n, b in graph.buffers.items() if n in read or (homeless and n not in self.readers)
+        }
         copies = frozenset(n for n in (*parameters, *buffers) if self.readers.get(n, [stage])[0] != stage)
         return StageGraph(
             index=stage,
@@ -286,4 +290,3 @@ def _short(module: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return module
-

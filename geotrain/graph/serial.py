@@ -139,7 +139,15 @@ def from_bytes(data: bytes) -> OpGraph | StageGraph:
         return _Decoder().run(data)
     except GraphFormatError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, struct.error, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        OverflowError,
+        struct.error,
+        msgpack.UnpackException,
+    ) as error:
         raise GraphFormatError(f"malformed graph: {type(error).__name__}: {str(error)[:200]}") from None
 
 
@@ -294,7 +302,9 @@ def _read_op(value: Any) -> Op:
         {_name(k): _read_arg(a, 0) for k, a in kwargs.items()}, module[:MAX_NAME], _flag(grad), _flag(autocast),
         None if random is None else _integer(random),
     )  # fmt: skip
-    if target == GETITEM and not (len(op.args) == 2 and isinstance(op.args[0], Ref) and isinstance(op.args[1], int)):
+    if target == GETITEM and not (
+        len(op.args) == 2 and isinstance(op.args[0], Ref) and isinstance(op.args[1], int)
+    ):
         raise GraphFormatError("getitem takes a value and a number")
     return op
 
