@@ -48,9 +48,7 @@ class StageCost:
 
     def memory_bytes(self, live_microbatches: int) -> int:
         """All that a stage holds but the runtime itself: state, live microbatches, frames on their way."""
-        return sum(getattr(self, name) for name in _HELD) + (
-            live_microbatches * self.activation_bytes_per_microbatch
-        )
+        return sum(getattr(self, name) for name in _HELD) + (live_microbatches * self.activation_bytes_per_microbatch)
 
 
 _SUMS = (
@@ -80,9 +78,7 @@ class CostTable:
     into one difference array, whose running sums are the table. O(places + points^2) to build.
     """
 
-    def __init__(
-        self, graph: OpGraph, points: Sequence[int], optimizer: str = "adamw", momentum: float = 0.0
-    ) -> None:
+    def __init__(self, graph: OpGraph, points: Sequence[int], optimizer: str = "adamw", momentum: float = 0.0) -> None:
         if list(points) != sorted(set(points)) or points[0] < 0 or points[-1] > len(graph.ops):
             raise PlanError(f"stage borders must ascend from 0 to {len(graph.ops)}; got {list(points)}")
         self.points = tuple(points)
@@ -236,8 +232,6 @@ def _places(graph: OpGraph) -> _Places:
     )
 
 
-def stage_cost(
-    graph: OpGraph, first: int, end: int, optimizer: str = "adamw", momentum: float = 0.0
-) -> StageCost:
+def stage_cost(graph: OpGraph, first: int, end: int, optimizer: str = "adamw", momentum: float = 0.0) -> StageCost:
     """The cost of the stage `[first, end)` alone. For many stages of one graph use a `CostTable`."""
     return CostTable(graph, (first, end), optimizer, momentum).stage(0, 1)

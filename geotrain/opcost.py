@@ -36,9 +36,7 @@ _VIEWS = frozenset(
     unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_complex view_as_real vsplit
     """.split()
 )
-_VIEWS_IF_CONTIGUOUS = frozenset(
-    ["reshape", "reshape_as", "contiguous", "flatten", "unflatten", "_unsafe_view"]
-)
+_VIEWS_IF_CONTIGUOUS = frozenset(["reshape", "reshape_as", "contiguous", "flatten", "unflatten", "_unsafe_view"])
 _FIRST_OPERANDS: Mapping[str, int] = {
     "linear": 0, "mm": 0, "bmm": 0, "matmul": 0, "linalg_matmul": 0, "mv": 0, "dot": 0, "inner": 0,
     "_grouped_mm": 0, "addmm": 1, "addbmm": 1, "baddbmm": 1, "addmv": 1,
@@ -77,12 +75,7 @@ def _base(op: Op) -> str:
 
 def spec_of(graph: OpGraph, name: str) -> TensorSpec | None:
     """What is known of a value, parameter, buffer or constant; None for an op with several results."""
-    known = (
-        graph.values.get(name)
-        or graph.parameters.get(name)
-        or graph.buffers.get(name)
-        or graph.constants.get(name)
-    )
+    known = graph.values.get(name) or graph.parameters.get(name) or graph.buffers.get(name) or graph.constants.get(name)
     return None if known is None else known.spec
 
 
@@ -102,9 +95,7 @@ def op_flops(op: Op, graph: OpGraph) -> int:
     if out is not None and shapes and base in _FIRST_OPERANDS:
         return 2 * out.numel * _shape(op, graph, _FIRST_OPERANDS[base])[-1]
     if out is not None and base in _CONVOLUTIONS:
-        transposed = "transpose" in base or (
-            "convolution" in base and bool(argument(op, 6, "transposed", False))
-        )
+        transposed = "transpose" in base or ("convolution" in base and bool(argument(op, 6, "transposed", False)))
         positions = prod(_shape(op, graph, 0)) if transposed else out.numel
         return 2 * positions * prod(_shape(op, graph, 1)[1:])
     if out is not None and base == "scaled_dot_product_attention":
@@ -153,9 +144,7 @@ def backward_flops(op: Op, graph: OpGraph) -> int:
     base, forward = _base(op), op_flops(op, graph)
     if base in _FIRST_OPERANDS or base in _CONVOLUTIONS:
         first = _FIRST_OPERANDS.get(base, 0)
-        return forward * sum(
-            needs_grad(graph, name) for arg in op.args[first : first + 2] for name in _names(arg)
-        )
+        return forward * sum(needs_grad(graph, name) for arg in op.args[first : first + 2] for name in _names(arg))
     if base == "einsum":
         return forward * sum(needs_grad(graph, name) for name in op_refs(op))
     if base in _RECURRENT:
@@ -178,12 +167,7 @@ def _differentiates(op: Op, graph: OpGraph) -> bool:
 def saved_values(op: Op, graph: OpGraph) -> list[str]:
     """The values that autograd keeps for the op's derivative."""
     base, names = _base(op), op_refs(op)
-    if (
-        base in _VIEWS
-        or base in _VIEWS_IF_CONTIGUOUS
-        or base in _SAVE_NOTHING
-        or not _differentiates(op, graph)
-    ):
+    if base in _VIEWS or base in _VIEWS_IF_CONTIGUOUS or base in _SAVE_NOTHING or not _differentiates(op, graph):
         return []
     if base in _SAVE_OUTPUT:
         return [op.name]

@@ -33,17 +33,13 @@ def default_windows(kind: str, num_stages: int, num_microbatches: int) -> list[i
     if kind not in KINDS:
         raise PlanError(f"unknown schedule {kind!r}; use one of {', '.join(KINDS)}")
     if num_stages < 1 or num_microbatches < 1:
-        raise PlanError(
-            f"a schedule needs at least 1 stage and 1 microbatch, not {num_stages} and {num_microbatches}"
-        )
+        raise PlanError(f"a schedule needs at least 1 stage and 1 microbatch, not {num_stages} and {num_microbatches}")
     if kind == "gpipe":
         return [num_microbatches] * num_stages
     return [min(num_stages - s, num_microbatches) for s in range(num_stages)]
 
 
-def build(
-    kind: str, num_stages: int, num_microbatches: int, windows: Sequence[int] | None = None
-) -> Schedule:
+def build(kind: str, num_stages: int, num_microbatches: int, windows: Sequence[int] | None = None) -> Schedule:
     """One step's actions. `windows` (one a stage) replaces the kind's own.
 
     A stage fills its window with forwards, then alternates one backward, one forward, then drains. The window
@@ -120,9 +116,7 @@ def _check_stage(stage: int, actions: Sequence[Action], num_microbatches: int, w
             wrong = "comes twice or late" if action.microbatch < due[action.kind] else "comes too early"
             expected = Action(stage, action.kind, due[action.kind])
             next_one = f"{expected} is next" if due[action.kind] < num_microbatches else "all have run"
-            raise PlanError(
-                f"{action} {wrong} ({next_one}); microbatches must run once each, in ascending order"
-            )
+            raise PlanError(f"{action} {wrong} ({next_one}); microbatches must run once each, in ascending order")
         due[action.kind] += 1
         if due["B"] > due["F"]:
             raise PlanError(f"{action} comes before its forward {Action(stage, 'F', action.microbatch)}")

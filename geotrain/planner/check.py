@@ -24,8 +24,7 @@ def check(
     ours = graph_hash(graph)
     if plan.graph_hash != ours:
         raise PlanError(
-            f"the plan is for another model: its graph is {plan.graph_hash[:12]}, this one {ours[:12]}; "
-            "make a new plan"
+            f"the plan is for another model: its graph is {plan.graph_hash[:12]}, this one {ours[:12]}; make a new plan"
         )
     _check_peers(plan, {peer.name for peer in peers})
     _check_ops(plan, len(graph.ops))
@@ -43,13 +42,9 @@ def _check_peers(plan: Plan, known: set[str]) -> None:
     stage_of: dict[str, int] = {}
     for s, stage in enumerate(plan.stages):
         if stage.peer not in known:
-            raise PlanError(
-                f"stage {s} is for peer {stage.peer!r}, who is not here; there are {_list(known)}"
-            )
+            raise PlanError(f"stage {s} is for peer {stage.peer!r}, who is not here; there are {_list(known)}")
         if stage.peer in stage_of:
-            raise PlanError(
-                f"peer {stage.peer!r} has stages {stage_of[stage.peer]} and {s}; a peer runs one stage"
-            )
+            raise PlanError(f"peer {stage.peer!r} has stages {stage_of[stage.peer]} and {s}; a peer runs one stage")
         stage_of[stage.peer] = s
 
 

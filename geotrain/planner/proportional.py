@@ -68,9 +68,7 @@ def plan(
     check_peers(peers)
     wanted = len(peers) if stages is None else stages
     if not 1 <= wanted <= len(peers):
-        raise PlanError(
-            f"{wanted} stages were asked for and there are {len(peers)} peers; use 1 to {len(peers)}"
-        )
+        raise PlanError(f"{wanted} stages were asked for and there are {len(peers)} peers; use 1 to {len(peers)}")
     default_windows(schedule, wanted, microbatches)
     borders = _borders(graph, wanted)
     if stages is not None and stages >= len(borders):
@@ -80,9 +78,9 @@ def plan(
     found = problem.fastest()
     if not found:
         raise PlanError(problem.why_nothing_fits(graph))
-    steps = {chosen: problem.step_seconds(pipeline.stages()) for chosen, pipeline in found.items()}
-    fast = [peers for peers in steps if steps[peers] <= TIE * min(steps.values())]
-    chosen = min(fast, key=lambda peers: (-len(peers), steps[peers], sorted(peers)))
+    steps = {group: problem.step_seconds(pipeline.stages()) for group, pipeline in found.items()}
+    fast = [group for group in steps if steps[group] <= TIE * min(steps.values())]
+    chosen = min(fast, key=lambda group: (-len(group), steps[group], sorted(group)))
     cuts = problem.narrowest(chosen, float(found[chosen].value[0]) * TIE)
     return Plan(
         graph_hash=graph_hash(graph),
@@ -105,8 +103,7 @@ def check_peers(peers: Sequence[Peer]) -> None:
             raise PlanError(f"two peers are called {peer.name!r}; names must differ")
         if not (isfinite(peer.flops_per_s) and peer.flops_per_s > 0 and peer.memory_bytes > 0):
             raise PlanError(
-                f"peer {peer.name!r} has {peer.flops_per_s} FLOP/s and {peer.memory_bytes} bytes; "
-                "both must be above 0"
+                f"peer {peer.name!r} has {peer.flops_per_s} FLOP/s and {peer.memory_bytes} bytes; both must be above 0"
             )
 
 
@@ -209,9 +206,7 @@ class _Problem:
         def traffic(src: int, dst: int) -> Floats:
             out, back, latency = self._transfers(src, dst)
             total = np.array([float(cut.boundary_bytes) for cut in self.borders])
-            return np.where(
-                np.maximum(out, back) <= period, out + back + latency if self.links else total, inf
-            )
+            return np.where(np.maximum(out, back) <= period, out + back + latency if self.links else total, inf)
 
         search = Search(allowed, traffic, np.add)
         if len(self.peers) <= EXACT_PEERS:
@@ -270,9 +265,7 @@ class _Problem:
         zeros = np.zeros(len(self.borders))
         found = self._families(Search(share, lambda src, dst: zeros, np.maximum))
         nearest = min(found.values(), key=lambda pipeline: float(pipeline.value[0])).stages()
-        shares = [
-            float(share(peer, len(nearest) - s)[first, end]) for s, (peer, first, end) in enumerate(nearest)
-        ]
+        shares = [float(share(peer, len(nearest) - s)[first, end]) for s, (peer, first, end) in enumerate(nearest)]
         s = int(np.argmax(shares))
         peer, first, end = nearest[s]
         window = self._window(len(nearest) - s)

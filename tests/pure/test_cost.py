@@ -52,9 +52,7 @@ def test_flops(target, shapes, out, rest, forward, backward) -> None:
 
 def test_einsum_counts_every_index() -> None:
     op = Op("out", "aten.einsum.default", ("bij, bjk -> bik", (Ref("a"), Ref("b"))), {})
-    values = {
-        n: Value(floats(*s), True) for n, s in {"a": (2, 3, 5), "b": (2, 5, 7), "out": (2, 3, 7)}.items()
-    }
+    values = {n: Value(floats(*s), True) for n, s in {"a": (2, 3, 5), "b": (2, 5, 7), "out": (2, 3, 7)}.items()}
     graph = OpGraph(("a", "b"), (op,), values, {}, {}, {}, "out")
     assert op_flops(op, graph) == 2 * 2 * 3 * 5 * 7
     assert backward_flops(op, graph) == 2 * op_flops(op, graph)
@@ -79,16 +77,12 @@ def test_a_chain_by_hand() -> None:
     assert cost.optimizer_bytes == 2 * 4 * 8 * 16
     assert cost.bytes_in == cost.gradient_bytes_out == 0  # the input comes from the coordinator
     assert cost.bytes_out == cost.gradient_bytes_in == 4 * 64
-    assert (
-        cost.activation_bytes_per_microbatch == 4 * 32 + 4 * 64 + 4 * 64
-    )  # x, relu0's output, kept to be sent
+    assert cost.activation_bytes_per_microbatch == 4 * 32 + 4 * 64 + 4 * 64  # x, relu0's output, kept to be sent
     assert cost.memory_bytes(3) - cost.memory_bytes(2) == cost.activation_bytes_per_microbatch
     assert stage_cost(graph, 2, 5).bytes_in == 4 * 64
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "momentum", "states"), [("adamw", 0.0, 2), ("sgd", 0.9, 1), ("sgd", 0.0, 0)]
-)
+@pytest.mark.parametrize(("optimizer", "momentum", "states"), [("adamw", 0.0, 2), ("sgd", 0.9, 1), ("sgd", 0.0, 0)])
 def test_optimizer_states(optimizer: str, momentum: float, states: int) -> None:
     cost = stage_cost(chain([8, 4]), 0, 3, optimizer, momentum)
     assert cost.optimizer_bytes == states * cost.parameter_bytes

@@ -102,9 +102,7 @@ def least_period(graph: OpGraph, peers: list[Peer], microbatches: int) -> float 
     speeds=st.lists(st.integers(1, 20), min_size=2, max_size=3),
     rooms=st.lists(st.integers(20_000, 400_000), min_size=3, max_size=3),
 )
-def test_the_slowest_stage_is_as_fast_as_can_be(
-    widths: list[int], speeds: list[int], rooms: list[int]
-) -> None:
+def test_the_slowest_stage_is_as_fast_as_can_be(widths: list[int], speeds: list[int], rooms: list[int]) -> None:
     graph = chain(widths)
     peers = [
         Peer(f"p{i}", speed * 1e6, RUNTIME_BYTES + room)
@@ -137,9 +135,7 @@ def test_of_equally_fast_cuts_the_narrowest_is_taken() -> None:
     made = plan(graph, peers_of(1e9, 1.55e9), microbatches=4)
 
     def period(cut: int) -> float:
-        return max(
-            stage_cost(graph, 0, cut).flops / 1e9, stage_cost(graph, cut, len(graph.ops)).flops / 1.55e9
-        )
+        return max(stage_cost(graph, 0, cut).flops / 1e9, stage_cost(graph, cut, len(graph.ops)).flops / 1.55e9)
 
     assert names(made) == ["p0", "p1"]
     as_fast = [cut for cut in candidate_cuts(graph) if period(cut.op_index) <= slowest(made)]
@@ -348,9 +344,7 @@ def test_check_accepts_any_cut_and_larger_windows() -> None:
 
 def test_check_refuses_what_does_not_fit() -> None:
     small = [Peer("p0", 1e9, RUNTIME_BYTES + 100), *PEERS[1:]]
-    with pytest.raises(
-        PlanError, match=r"stage 0 on p0 needs 0\.45 GiB with 3 live microbatches and may use"
-    ):
+    with pytest.raises(PlanError, match=r"stage 0 on p0 needs 0\.45 GiB with 3 live microbatches and may use"):
         check(cut_at(3, 6), GRAPH, small)
 
 
