@@ -15,7 +15,7 @@ import grpc.aio
 
 from . import protocol
 from .base import TensorSpec
-from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError, UserError
+from .errors import CoordinatorLost, GeotrainError, RemoteError, UserError
 from .identity import Ticket
 
 _SERVICE = "geotrain.Control"
@@ -94,7 +94,7 @@ class ControlService:
         handlers: dict[str, Any] = {
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
-            "Store": grpc.stream_unary_rpc_method_handler(self._store),
+            "Store": grpc.stream_stream_rpc_method_handler(self._store),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
 
@@ -134,8 +134,9 @@ class ControlService:
         except GeotrainError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-    async def _store(self, _: Any, context: Any) -> bytes:
+    async def _store(self, _: Any, context: Any) -> None:
         async def chunks() -> AsyncIterator[bytes]:
+            await context.write(b"")  # the header is accepted, go on
             with contextlib.suppress(EOFError):
                 while True:
                     yield await _read(context)
@@ -146,7 +147,6 @@ class ControlService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an upload without a header")
         except GeotrainError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return b""
 
 
 async def _read(context: Any) -> bytes:
@@ -239,9 +239,13 @@ class Dialled:
         """The tensors' bytes, one after the other, in chunks. Raises `RemoteError` if there are none."""
         request = protocol.Fetch(self._ticket.run, self._ticket.token, epoch, tuple(names))
         call: Any = self._bulk_channel().unary_stream(f"/{_SERVICE}/Fetch")(protocol.encode(request))
-        with _refused("weights"):
+        try:
             async for chunk in call:
                 yield chunk
+        except grpc.aio.AioRpcError:
+            raise await _refusal(call, "weights") from None
+        finally:
+            call.cancel()
 
     async def store(
         self,
@@ -257,13 +261,17 @@ class Dialled:
         token = self._ticket.token
         named = tuple(protocol.NamedSpec(name, spec) for name, spec in tensors.items())
         header = protocol.Store(self._ticket.run, token, epoch, stage, step, gradients, named)
-        call: Any = self._bulk_channel().stream_unary(f"/{_SERVICE}/Store")()
+        call: Any = self._bulk_channel().stream_stream(f"/{_SERVICE}/Store")()
         try:
-            with _refused("an upload"):
-                await call.write(protocol.encode(header))
+            await call.write(protocol.encode(header))
+            if await call.read() is not _EOF:
                 await send(call.write)
                 await call.done_writing()
-                await call
+                await call.read()
+            if await call.code() is not grpc.StatusCode.OK:
+                raise await _refusal(call, "an upload")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            raise await _refusal(call, "an upload") from None
         finally:
             call.cancel()
 
@@ -300,11 +308,6 @@ def _lost() -> Any:
         raise CoordinatorLost("the connection to the coordinator was lost") from None
 
 
-@contextlib.contextmanager
-def _refused(what: str) -> Any:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise RemoteError(f"the coordinator refuses {what}: {error.details()}") from None
-    except asyncio.InvalidStateError:
-        raise RemoteProtocolError(f"the coordinator ended {what} early") from None
+async def _refusal(call: Any, what: str) -> RemoteError:
+    """Why the coordinator ended a call; a failed write itself does not know."""
+    return RemoteError(f"the coordinator refuses {what}: {await call.details() or 'it ended early'}")
