@@ -172,9 +172,9 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         after = None
 
     instructions: list[protocol.Instruction] = []
+    instructions.append(protocol.Commit(step, clip, lr, skip))
     if settings.keep_gradients and after == "done":
         instructions.append(protocol.Gradients(step))
-    instructions.append(protocol.Commit(step, clip, lr, skip))
     if after in (None, "done"):
         state = _evaluate(state, instructions)
     if after is not None or settings.checkpoint_due(state.done):

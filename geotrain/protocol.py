@@ -165,7 +165,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Send the gradients of step number `step`, before its commit."""
+    """Send the gradients of step number `step`, as its commit applied them."""
 
     step: int
 

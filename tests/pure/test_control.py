@@ -135,11 +135,11 @@ def test_a_whole_run():
     assert [event.step for event in run.emitted(events.Checkpointed)] == [2, 3]
 
 
-def test_gradients_are_asked_for_before_the_last_commit():
+def test_gradients_are_asked_for_after_the_last_commit():
     run = Run(steps=1, keep_gradients=True)
     run.start("anna", "ben")
     run.step()
-    assert kinds(run.instructed()) == ["Gradients", "Commit", "Checkpoint"]
+    assert kinds(run.instructed()) == ["Commit", "Gradients", "Checkpoint"]
 
 
 @pytest.mark.parametrize("changes", [{"finite": False}, {"norm": math.inf}, {"norm": math.nan}])

@@ -1,0 +1,79 @@
+"""Which frames a stage takes: those that its graph calls for, from those that the plan names. Pure."""
+
+from dataclasses import dataclass
+
+from .base import COORDINATOR, ITEM_BYTES, ONCE, Direction, FrameKey, TensorSpec
+from .codecs import get_codec
+from .errors import RemoteProtocolError
+from .graph import StageGraph
+
+_GAPS = 16
+"""A tensor may come as a slice of one so many times larger, as a view of a fused projection does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What may come under a direction and name: from whom, of which shape, once a step or a microbatch."""
+
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    once: bool
+
+
+def expectations(stage: StageGraph, names: tuple[str, ...]) -> dict[tuple[Direction, str], Expected]:
+    """All that a stage may receive; `names` are the peers by stage."""
+    found: dict[tuple[Direction, str], Expected] = {}
+
+    def expect(direction: Direction, name: str, source: str, once: bool = False) -> None:
+        spec = stage.values[name].spec if name in stage.values else stage.parameters[name].spec
+        found[direction, name] = Expected(source, spec.shape, spec.dtype, once)
+
+    for name in stage.inputs:
+        expect("F", name, COORDINATOR)
+        expect("E", name, COORDINATOR)
+    for receive in stage.receives:
+        expect("F", receive.value, names[receive.source], receive.once)
+        expect("E", receive.value, names[receive.source], receive.once)
+    for name, source in stage.grads_from.items():
+        expect("B", name, names[source])
+    return found
+
+
+class Admission:
+    """Checks what a frame says of itself, before anything is allocated for it. `check` raises
+    `RemoteProtocolError`, which costs the sender its connection."""
+
+    def __init__(self, epoch: int, stage: StageGraph, names: tuple[str, ...], microbatches: int) -> None:
+        self._epoch = epoch
+        self._microbatches = microbatches
+        self._expected = expectations(stage, names)
+
+    def check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
+        expected = self._expected.get((key.direction, key.value))
+        if key.epoch != self._epoch or expected is None or src != expected.source:
+            raise RemoteProtocolError(f"{src} sends {key.direction} {key.value!r}, which is not expected")
+        once = expected.once and key.direction != "B"
+        evaluating = key.direction == "E"
+        if key.step < 0 or (key.microbatch != ONCE if once else not 0 <= key.microbatch):
+            raise RemoteProtocolError(f"{src} sends a frame of no microbatch")
+        if not evaluating and not once and key.microbatch >= self._microbatches:
+            raise RemoteProtocolError(f"{src} sends microbatch {key.microbatch} of {self._microbatches}")
+        if absent:
+            if key.direction != "B" or nbytes:
+                raise RemoteProtocolError(f"{src} sends {key.value!r} without a value")
+            return
+        if (spec.shape, spec.dtype) != (expected.shape, expected.dtype) or not _sane(spec):
+            raise RemoteProtocolError(f"{src} sends {key.value!r} as {spec}, which is not the graph's")
+        if nbytes != get_codec(codec).size_bytes(spec):
+            raise RemoteProtocolError(f"{src} sends {nbytes} bytes of {key.value!r}, which has others")
+
+
+def _sane(spec: TensorSpec) -> bool:
+    """Whether the layout spans no more memory than a slice may."""
+    if spec.stride is None:
+        return True
+    if len(spec.stride) != len(spec.shape) or min(spec.stride, default=0) < 0:
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size)
+    return span * ITEM_BYTES[spec.dtype] <= _GAPS * max(spec.nbytes, 1)

@@ -1,0 +1,434 @@
+"""The coordinator's process: an event loop round `control`, with run folder, data and doors. I/O."""
+
+import asyncio
+import math
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from . import channel, control, events, planner, protocol, runstate, schedule
+from .base import COORDINATOR, PROTOCOL_VERSION, Peer, Plan
+from .checkpoint import prune
+from .config import JobConfig
+from .data import Source
+from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
+from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
+from .identity import Ticket, new_token, same_token
+from .inputs import Feeder
+from .optim import clip_factor, lr_at
+from .results import Result
+from .runfolder import RunFolder
+from .transfers import GradientWriter, Shelf, Upload, checkpoint_sink
+from .transports.direct import DirectTransport
+from .weights import WeightStore
+
+HEARTBEAT_S = 1.0
+_TICK_S = 0.5
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A plan, and what its stages get."""
+
+    plan: Plan
+    stages: tuple[StageGraph, ...]
+    graphs: tuple[bytes, ...]
+    actions: tuple[tuple[str, ...], ...]
+
+
+class Coordinator:
+    """Runs one job: `start` opens the doors and gives the ticket, `run` trains, `stop` ends early.
+
+    Args:
+        graph, source, weights: the model, its microbatches, and a folder of weights (None: fresh ones).
+        plan: used as long as all its peers are there, instead of one of the planner's.
+        advertise: the `host:port`s in the ticket, by default the address listened on.
+        wait_s: how long to wait for the job's number of peers.
+        resume: go on with the run in `run_dir` from its newest checkpoint.
+        on_event: is told all that happens, on the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        *,
+        graph: OpGraph,
+        source: Source,
+        run_dir: Path,
+        weights: WeightStore | None = None,
+        on_event: Callable[[events.RunEvent], None] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: Sequence[str] = (),
+        plan: Plan | None = None,
+        topology: Any = None,
+        keep_gradients: bool = False,
+        resume: bool = False,
+        wait_s: float = 600.0,
+    ) -> None:
+        self.job, self.graph, self.run_dir = job, graph, run_dir
+        self._given_plan, self._topology = plan, topology
+        self._listen, self._advertise = (host, port), tuple(advertise)
+        self._on_event = on_event or (lambda event: None)
+        self._source, self._weights = source, weights
+        self._token = new_token()
+        self._folder = RunFolder(run_dir, job, graph, resume=resume)
+        train = job.train
+        settings = runstate.Settings(
+            steps=train.steps,
+            peers=len(plan.stages) if plan is not None else job.pipeline.peers,
+            parameters=tuple(graph.parameters),
+            lr_at=lambda step: lr_at(step, train),
+            clip=lambda norms: clip_factor(norms, train.clip_norm),
+            tokens_per_step=source.tokens_per_microbatch * train.microbatches,
+            evaluate_every=job.evaluate.every,
+            evaluate_microbatches=min(job.evaluate.microbatches, source.held_out_microbatches),
+            checkpoint_every=job.checkpoint.every,
+            keep_gradients=keep_gradients,
+            wait_s=wait_s,
+        )
+        step = self._folder.checkpoint.manifest.step if self._folder.checkpoint else 0
+        if step >= settings.steps:
+            raise UserError(f"the run has done all its {step} steps; raise train.steps to go on")
+        self._folder.ledger.roll_back(step, epoch=0)
+        now = time.monotonic()
+        self._state = runstate.State(settings, now, now, done=step, checkpoint=step)
+        self._checkpoints = {step: self._folder.checkpoint.path} if self._folder.checkpoint else {}
+        self._result = Result(run_dir, [row.loss for row in self._folder.ledger.commits()])
+        self._sessions: dict[str, channel.Session] = {}
+        self._waiting_room: dict[int, tuple[channel.Session, str]] = {}
+        self._inbox: deque[runstate.Event] = deque()
+        self._busy = self._closed = False
+        self._unsaid: deque[events.RunEvent] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._layouts: dict[int, _Layout] = {}
+        self._shelf = Shelf(None, {})
+        self._uploads: dict[tuple[int, bool], Upload] = {}
+        self._last_checkpoint: Upload | None = None
+
+    # The doors.
+
+    async def start(self) -> Ticket:
+        """Listen. Raises `UserError` if the address cannot be had."""
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[runstate.Finish] = self._loop.create_future()
+        run = self.job.run.name
+        self._transport = DirectTransport(
+            COORDINATOR, run=run, token=self._token, on_frame=lambda src, frame: None,
+            on_lost=lambda name, reason: None, topology=self._topology,
+        )  # fmt: skip
+        self._feeder = Feeder(
+            self._source, self._state.settings, self.job.train.microbatches, self._transport.send,
+            self._data_failed,
+        )  # fmt: skip
+
+        def mount(server: grpc.aio.Server) -> None:
+            channel.ControlService(self).add_to(server)
+            self._transport.mount(server)
+
+        try:
+            self._server, port = await channel.serve(*self._listen, mount)
+        except BaseException:
+            self._folder.close()
+            raise
+        addresses = self._advertise or (f"{self._listen[0]}:{port}",)
+        self.ticket = Ticket(tuple(addresses), run, self._token)
+        return self.ticket
+
+    def on_hello(self, session: channel.Session, hello: protocol.Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(
+                f"this run speaks protocol {PROTOCOL_VERSION}, not {hello.version}; install its version"
+            )
+        self._check_token(hello.run, hello.token)
+        peer = Peer(hello.name, hello.flops_per_s, hello.memory_bytes)
+        if not (_NAME.fullmatch(hello.name) and 0 < hello.flops_per_s < math.inf and hello.memory_bytes > 0):
+            raise RemoteProtocolError("a peer has a name, a speed and memory")
+        host, _, port = hello.address.rpartition(":")
+        address = f"{session.host if host in ('', '0.0.0.0', '[::]') else host}:{port}"
+        self._waiting_room[session.number] = session, hello.name
+        self._post(runstate.Joined(session.number, peer, hello.duty, address))
+
+    def on_message(self, session: channel.Session, message: protocol.FromPeer) -> None:
+        name = self._name_of(session)
+        if name is not None:
+            self._post(runstate.Said(name, message))
+
+    def on_closed(self, session: channel.Session, reason: str) -> None:
+        name = self._name_of(session)
+        self._waiting_room.pop(session.number, None)
+        if name is not None:
+            del self._sessions[name]
+            self._post(runstate.Lost(name, reason))
+
+    def fetch(self, request: protocol.Fetch) -> AsyncIterator[bytes]:
+        self._check_token(request.run, request.token)
+        if request.epoch != self._state.epoch:
+            raise RemoteError(f"epoch {request.epoch} is over")
+        return self._shelf.read(request.names)
+
+    async def store(self, request: protocol.Store, chunks: AsyncIterator[bytes]) -> None:
+        self._check_token(request.run, request.token)
+        upload = self._uploads.get((request.step, request.gradients))
+        if request.epoch != self._state.epoch or upload is None:
+            raise RemoteError(f"no upload at step {request.step} is expected")
+        await upload.receive(request, chunks)
+
+    def _check_token(self, run: str, token: bytes) -> None:
+        if run != self.job.run.name or not same_token(token, self._token):
+            raise RemoteError("the ticket is not of this run; use the one that its coordinator printed last")
+
+    def _name_of(self, session: channel.Session) -> str | None:
+        return next((name for name, other in self._sessions.items() if other is session), None)
+
+    # The event loop round the reducer.
+
+    async def run(self) -> Result:
+        """Train to the end. Raises `UserError` with the reason if the run did not end as it should."""
+        ticker = asyncio.create_task(self._tick())
+        try:
+            finish = await self._finished
+        finally:
+            ticker.cancel()
+            await self._close()
+        if finish.failed:
+            raise UserError(finish.reason)
+        return self._result
+
+    def stop(self) -> None:
+        """End after the running step, which is saved. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._post, runstate.UserStop())
+
+    async def _tick(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            if now - last < 4 * _TICK_S:  # or it was us who slept, and the heartbeats are still unread
+                self._post(runstate.Tick())
+            last = now
+
+    def _post(self, event: runstate.Event) -> None:
+        """Decide and act at once; what acting brings up comes after."""
+        self._inbox.append(event)
+        if self._busy or self._closed:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                event = self._inbox.popleft()
+                self._state, commands = control.apply(self._state, event, time.monotonic())
+                try:
+                    for command in commands:
+                        self._execute(command)
+                except GeotrainError as error:
+                    self._inbox.append(runstate.Broken(str(error)))
+            self._feeder.advance(self._state.done)
+        except Exception as error:
+            if not self._finished.done():
+                self._finished.set_exception(error)
+        finally:
+            self._busy = False
+
+    def _execute(self, command: runstate.Command) -> None:
+        match command:
+            case runstate.Welcome(number, name):
+                self._sessions[name], _ = self._waiting_room.pop(number)
+                self._sessions[name].send(protocol.Welcome(self.job.run.name, HEARTBEAT_S))
+            case runstate.Refuse(number, reason):
+                _part(self._waiting_room.pop(number)[0], reason, refused=True)
+            case runstate.Dismiss(name, reason):
+                if name in self._sessions:
+                    _part(self._sessions.pop(name), reason)
+            case runstate.Propose(epoch, peers):
+                self._spawn(self._propose(epoch, peers))
+            case runstate.Prepare(plan, step):
+                self._prepare(self._layouts[plan.epoch], step)
+            case runstate.Feed(epoch, step):
+                stages = list(zip(self._layout.plan.stages, self._layout.stages, strict=True))
+                readers = {
+                    name: [where.peer for where, stage in stages if name in stage.inputs] for name in self.graph.inputs
+                }
+                self._feeder.start(epoch, step, readers)
+            case runstate.Instruct(epoch, instructions):
+                self._expect_uploads(instructions)
+                for stage in self._layout.plan.stages:
+                    if stage.peer in self._sessions:
+                        self._sessions[stage.peer].send(protocol.Instruct(epoch, instructions))
+            case runstate.LedgerCommit(row, losses):
+                seed = self.job.run.seed
+                samples = [f"{seed}/{row.step}/{i}" for i in range(len(losses))]
+                self._folder.ledger.commit(row, samples, losses)
+                self._result.losses.append(row.loss)
+            case runstate.LedgerRollback(step, epoch):
+                forgotten = self._folder.ledger.roll_back(step, epoch)
+                del self._result.losses[len(self._result.losses) - forgotten :]
+            case runstate.WriteCheckpoint(step):
+                self._spawn(self._write(step))
+            case runstate.Emit(event):
+                self._emit(event)
+            case runstate.Finish():
+                for name in list(self._sessions):
+                    _part(self._sessions.pop(name), f"the run is over: {command.reason}")
+                if not self._finished.done():
+                    self._finished.set_result(command)
+
+    def _spawn(self, work: Any) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except GeotrainError as error:
+                self._post(runstate.Broken(str(error)))
+            except Exception as error:
+                if not self._finished.done():
+                    self._finished.set_exception(error)
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Plans.
+
+    async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
+        try:
+            self._layouts[epoch] = await asyncio.to_thread(self._lay_out, epoch, peers)
+        except GeotrainError as error:
+            self._post(runstate.PlanRefused(epoch, str(error)))
+        else:
+            self._post(runstate.PlanChosen(self._layouts[epoch].plan))
+
+    def _lay_out(self, epoch: int, peers: Sequence[Peer]) -> _Layout:
+        """Make or take a plan, and cut the graph by it. Runs in a thread."""
+        job, graph = self.job, self.graph
+        train = job.train
+        if self._given_plan is not None and epoch == 1:
+            plan = self._given_plan.with_epoch(epoch)
+            if plan.microbatches != train.microbatches:
+                raise UserError(
+                    f"the plan is for {plan.microbatches} microbatches a step, not {train.microbatches}; "
+                    "set train.microbatches or make a new plan"
+                )
+        else:
+            plan = planner.plan(
+                graph, peers, microbatches=train.microbatches, schedule=job.pipeline.schedule,
+                optimizer=train.optimizer, momentum=train.momentum, epoch=epoch,
+                links=self._topology.links if self._topology is not None else (),
+            )  # fmt: skip
+        planner.check(plan, graph, peers, optimizer=train.optimizer, momentum=train.momentum)
+        stages = tuple(cut(graph, [stage.first_op for stage in plan.stages[1:]]))
+        windows = [stage.window for stage in plan.stages]
+        actions = schedule.build(plan.schedule, len(stages), plan.microbatches, windows)
+        words = tuple(tuple(str(action) for action in of_stage) for of_stage in actions)
+        return _Layout(plan, stages, tuple(to_bytes(stage) for stage in stages), words)
+
+    @property
+    def _layout(self) -> _Layout:
+        return self._layouts[self._state.epoch]
+
+    def _prepare(self, layout: _Layout, step: int) -> None:
+        plan = layout.plan
+        self._layouts = {plan.epoch: layout}
+        self._abort_uploads()
+        self._feeder.stop()
+        self._folder.write_plan(plan)
+        bounds = [*(stage.first_op for stage in plan.stages), len(self.graph.ops)]
+        blocks = tuple(stage_modules(self.graph, bounds))
+        ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
+        self._emit(events.Planned(plan, ops, blocks, self.graph.num_parameters))
+
+        self._shelf.close()
+        self._shelf = Shelf(self._weights_at(step), self.graph.ties)
+        names = tuple(stage.peer for stage in plan.stages)
+        roster = {name: self._state.members[name].address for name in names}
+        self._transport.set_roster(plan.epoch, roster, _refuse_frames)
+        train = self.job.train.model_dump_json()
+        for i, (name, stage) in enumerate(zip(names, layout.stages, strict=True)):
+            message = protocol.Prepare(
+                plan.epoch, step, i, layout.graphs[i], layout.actions[i], train, self.job.run.seed, names,
+                roster, self._shelf.wanted(stage),
+            )  # fmt: skip
+            self._sessions[name].send(message)
+
+    def _weights_at(self, step: int) -> WeightStore | None:
+        if step > 0:
+            return WeightStore(self._checkpoints[step])
+        return None if self._weights is None else WeightStore(self._weights.path)
+
+    # Uploads.
+
+    def _expect_uploads(self, instructions: Sequence[protocol.Instruction]) -> None:
+        layout = self._layout
+        for instruction in instructions:
+            if isinstance(instruction, protocol.Checkpoint):
+                sink = checkpoint_sink(
+                    self.run_dir, layout.stages, run=self.job.run.name, step=instruction.step,
+                    seed=self.job.run.seed, graph_hash=self._folder.graph_hash,
+                    config_digest=self._folder.config_digest, ties=self.graph.ties,
+                )  # fmt: skip
+                self._last_checkpoint = Upload(layout.stages, sink, before=self._last_checkpoint)
+                self._uploads[instruction.step, False] = self._last_checkpoint
+            if isinstance(instruction, protocol.Gradients):
+                self._uploads[instruction.step, True] = Upload(
+                    layout.stages, lambda specs: GradientWriter(self._result.gradients_dir, specs)
+                )
+
+    async def _write(self, step: int) -> None:
+        gradients = self._uploads.pop((step - 1, True), None)
+        if gradients is not None:
+            await gradients.finish()
+        path = await self._uploads.pop((step, False)).finish()
+        self._checkpoints[step] = path
+        self._result.checkpoint = path
+        await asyncio.to_thread(prune, self.run_dir, self.job.checkpoint.keep)
+        self._post(runstate.CheckpointWritten(step, path))
+
+    def _abort_uploads(self) -> None:
+        for upload in self._uploads.values():
+            upload.abort()
+        self._uploads.clear()
+
+    # What happens is told.
+
+    def _emit(self, event: events.RunEvent) -> None:
+        """Log and tell, but after the instructions that are queued by now have left."""
+        self._unsaid.append(event)
+        self._loop.call_soon(self._say)
+
+    def _say(self) -> None:
+        while self._unsaid:
+            event = self._unsaid.popleft()
+            if isinstance(event, events.Evaluated):
+                self._result.held_out[event.step] = event.loss
+            self._folder.log(event)
+            self._on_event(event)
+
+    def _data_failed(self, error: Exception) -> None:
+        self._post(runstate.Broken(f"the data cannot be read: {error}"))
+
+    async def _close(self) -> None:
+        self._closed = True
+        self._feeder.stop()
+        self._abort_uploads()
+        for task in self._tasks:
+            task.cancel()
+        self._say()
+        await self._server.stop(2.0)  # seconds for the last messages to leave
+        await self._transport.close()
+        self._shelf.close()
+        self._folder.close()
+
+
+def _part(session: channel.Session, reason: str, refused: bool = False) -> None:
+    session.send(protocol.Leave(reason, refused))
+    session.close()
+
+
+def _refuse_frames(*_: object) -> int:
+    raise RemoteProtocolError("the coordinator takes no frames")

@@ -1,0 +1,308 @@
+"""A peer's process: joins with a ticket, becomes a stage, works until it is told to leave. I/O.
+
+The main thread is an asyncio loop with the control connection and the transport; a `StageThread` computes.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import protocol
+from .admission import Admission
+from .base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
+from .channel import Dialled
+from .codecs import get_codec
+from .config import PeerConfig, TrainConfig
+from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError
+from .graph import StageGraph, from_bytes
+from .graph.serial import tensor_spec
+from .identity import Ticket
+from .machine import free_memory_bytes, measured_flops_per_s, pick_device
+from .stagethread import Machine, StageThread
+from .transfers import plain
+from .transports.direct import DirectTransport
+from .weights import tensor_chunks, tensor_memory
+
+_SAY_S = 10.0
+"""At least so often a line says what the peer does or waits for."""
+
+_LINK_GRACE_S = 5.0
+"""That a peer is gone is the coordinator's to say. Only where it still sees the peer is the link to blame."""
+
+
+class PeerProcess:
+    """One stay in one run. `run` returns the exit code."""
+
+    def __init__(
+        self, config: PeerConfig, ticket: Ticket, *, topology: Any = None, say: Callable[[str], None] = print
+    ) -> None:
+        self.name = config.name or f"{socket.gethostname().partition('.')[0][:50]}-{uuid.uuid4().hex[:4]}"
+        self._config, self._ticket, self._say = config, ticket, say
+        self._machine = Machine(pick_device(config.device), config.duty, config.threads)
+        self._dialled = Dialled(ticket)
+        self._transport = DirectTransport(
+            self.name, run=ticket.run, token=ticket.token, on_frame=self._on_frame, on_lost=self._on_lost,
+            topology=topology, host=config.host, port=config.port,
+        )  # fmt: skip
+        self._stage: StageThread | None = None
+        self._names: tuple[str, ...] = ()
+        self._links: dict[str, LinkUse] = {}
+        self._leaving = False
+        self._said = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> int:
+        """Raises `UserError` if the coordinator refuses, `CoordinatorLost` if it is not there or goes."""
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[protocol.FromPeer] = asyncio.Queue()
+        speed = await asyncio.to_thread(measured_flops_per_s, self._machine.device, self._machine.threads)
+        memory = self._config.memory_gib
+        address = await self._transport.start()
+        hello = protocol.Hello(
+            PROTOCOL_VERSION, self._ticket.run, self._ticket.token, self.name, speed * self._machine.duty,
+            int(memory * 2**30) if memory is not None else free_memory_bytes(self._machine.device),
+            self._machine.duty, self._config.advertise or address,
+        )  # fmt: skip
+        try:
+            welcome = await self._dialled.open(hello)
+            self._tell(f"{self.name} has joined {welcome.run}")
+            self._spawn(self._write())
+            self._spawn(self._heartbeat(welcome.heartbeat_s))
+            return await self._serve()
+        finally:
+            await self._close()
+
+    def drain(self) -> None:
+        """Leave when the step is finished and handed over; asked twice, at once."""
+        if self._leaving:
+            self._tell("leaving at once")
+            os._exit(130)
+        self._leaving = True
+        self._tell("leaving when this step is finished and saved (again: at once)")
+        self._outbox.put_nowait(protocol.Leaving())
+
+    async def _serve(self) -> int:
+        while True:
+            match await self._dialled.receive():
+                case protocol.Prepare() as prepare:
+                    await self._become(prepare)
+                case protocol.Instruct(epoch, instructions):
+                    if self._stage is not None and self._stage.epoch == epoch:
+                        self._stage.instruct(instructions)
+                case protocol.Leave(reason):
+                    self._tell(f"{self.name} leaves: {reason}")
+                    return 0
+                case protocol.Welcome():
+                    raise RemoteProtocolError("a second welcome")
+
+    async def _become(self, prepare: protocol.Prepare) -> None:
+        await self._retire()
+        stage = await asyncio.to_thread(from_bytes, prepare.graph)
+        if not isinstance(stage, StageGraph):
+            raise RemoteProtocolError("a whole model where a stage belongs")
+        try:
+            train = TrainConfig.model_validate_json(prepare.train)
+        except ValueError:
+            raise RemoteProtocolError("the coordinator sends training settings that this geotrain lacks") from None
+        self._names = prepare.names
+        roster = {**prepare.roster, COORDINATOR: self._dialled.address}
+        admission = Admission(prepare.epoch, stage, prepare.names, train.microbatches)
+        self._transport.set_roster(prepare.epoch, roster, admission)
+        self._stage = StageThread(prepare, stage, train, self._machine, self._send_soon, self)
+        self._stage.start()
+        self._tell(
+            f"epoch {prepare.epoch}: stage {prepare.stage} of {len(prepare.names)}, {len(stage.ops)} ops; "
+            "loading its weights"
+        )
+
+    async def _retire(self) -> None:
+        if self._stage is not None:
+            self._stage.abort()
+            await asyncio.to_thread(self._stage.join)
+            self._stage = None
+
+    # What the stage thread asks of us.
+
+    def post(self, message: protocol.FromPeer) -> None:
+        self._loop.call_soon_threadsafe(self._post, message)
+
+    def _post(self, message: protocol.FromPeer) -> None:
+        if isinstance(message, protocol.Ready):
+            links = tuple(self._links.values())
+            self._links = {}
+            message = replace(message, report=replace(message.report, peer=self.name, links=links))
+        self._outbox.put_nowait(message)
+
+    def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> concurrent.futures.Future[None]:
+        return asyncio.run_coroutine_threadsafe(self._fetch(epoch, into), self._loop)
+
+    async def _fetch(self, epoch: int, into: Mapping[str, Tensor]) -> None:
+        spans = [tensor_memory(tensor) for tensor in into.values() if tensor.numel()]
+        at, offset = 0, 0
+        async for chunk in self._dialled.fetch(epoch, list(into)):
+            view = memoryview(chunk)
+            while len(view):
+                if at == len(spans):
+                    raise RemoteProtocolError("more weights came than were asked for")
+                part = view[: len(spans[at]) - offset]
+                spans[at][offset : offset + len(part)] = part
+                view, offset = view[len(part) :], offset + len(part)
+                if offset == len(spans[at]):
+                    at, offset = at + 1, 0
+        if at < len(spans):
+            raise RemoteError("fewer weights came than were asked for")
+
+    def upload(
+        self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
+    ) -> concurrent.futures.Future[None]:
+        work = self._upload(epoch, stage, step, gradients, tensors)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _upload(self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]) -> None:
+        specs: dict[str, TensorSpec] = {name: plain(tensor_spec(tensor)) for name, tensor in tensors.items()}
+
+        async def send(write: Any) -> None:
+            for tensor in tensors.values():
+                for _, chunk in tensor_chunks(tensor, protocol.CHUNK_BYTES):
+                    if len(chunk):
+                        await write(bytes(chunk))
+
+        try:
+            await self._dialled.store(epoch, stage, step, gradients, specs, send)
+        except GeotrainError as error:
+            self._post(protocol.Failed(epoch, str(error)))
+            raise
+        if not gradients:
+            self._post(protocol.Saved(epoch, step, stage))
+
+    # Frames.
+
+    def _send_soon(self, stages: list[int], key: FrameKey, tensor: Tensor | None) -> None:
+        """Called by the stage thread; never waits."""
+        self._loop.call_soon_threadsafe(self._send, stages, key, tensor)
+
+    def _send(self, stages: list[int], key: FrameKey, tensor: Tensor | None) -> None:
+        if tensor is None:
+            frame = Frame(key, "identity", TensorSpec((), "float32"), [], absent=True)
+        else:
+            payload, _ = get_codec("identity").encode(tensor, None)
+            frame = Frame(key, "identity", tensor_spec(tensor), list(payload))
+        for stage in stages:
+            self._spawn(self._deliver(self._names[stage], frame))
+
+    async def _deliver(self, name: str, frame: Frame) -> None:
+        with contextlib.suppress(RemoteError):  # `on_lost` tells
+            use = await self._transport.send(name, frame)
+            old = self._links.get(name, LinkUse(use.src, use.dst, 0, 0.0))
+            self._links[name] = LinkUse(use.src, use.dst, old.nbytes + use.nbytes, old.busy_s + use.busy_s)
+
+    def _on_frame(self, src: str, frame: Frame) -> None:
+        stage = self._stage
+        if stage is None or stage.worker is None or stage.epoch != frame.key.epoch:
+            return
+        tensor = None
+        if not frame.absent:
+            payload = frame.payload[0] if frame.payload else memoryview(b"")
+            decode = get_codec(frame.codec).decode
+            tensor, _ = decode(payload, frame.spec, self._machine.device, None)
+        stage.worker.put(frame.key, tensor)
+
+    def _on_lost(self, name: str, reason: str) -> None:
+        if self._stage is not None:
+            self._loop.call_later(_LINK_GRACE_S, self._still_lost, self._stage.epoch, name, reason)
+
+    def _still_lost(self, epoch: int, name: str, reason: str) -> None:
+        if self._stage is not None and self._stage.epoch == epoch:
+            self._post(protocol.Failed(epoch, f"the link to {name} is lost: {reason}"))
+
+    # The control connection.
+
+    async def _write(self) -> None:
+        with contextlib.suppress(CoordinatorLost):
+            while True:
+                await self._dialled.send(await self._outbox.get())
+
+    async def _heartbeat(self, every_s: float) -> None:
+        silent_s = 0.0
+        while True:
+            stage = self._stage
+            doing = stage.doing if stage is not None else "waiting for a plan"
+            epoch, step = (stage.epoch, stage.step) if stage is not None else (0, 0)
+            self._outbox.put_nowait(protocol.Progress(epoch, step, doing[:1000]))
+            silent_s += every_s
+            if silent_s >= _SAY_S:
+                self._tell(f"{self.name}: step {step}, {doing}")
+                silent_s = 0.0
+            await asyncio.sleep(every_s)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._say(line)
+
+    async def _close(self) -> None:
+        if self._stage is not None:
+            self._stage.abort()
+        for task in list(self._tasks):
+            task.cancel()
+        await self._transport.close()
+        await self._dialled.close()
+
+
+def main(
+    config: PeerConfig,
+    ticket: str,
+    *,
+    topology: Any = None,
+    parent_pipe: bool = False,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Join and work; returns the exit code. `parent_pipe`: this process was started by another of ours, which
+    holds our standard input open, takes care of Ctrl+C, and takes us with it when it dies, however it dies.
+
+    Raises `TicketError` or `UserError`, one line, if there is nothing to join.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if parent_pipe:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_die_with_parent, daemon=True).start()
+    return asyncio.run(_run(config, Ticket.parse(ticket), topology, parent_pipe, say))
+
+
+async def _run(config: PeerConfig, ticket: Ticket, topology: Any, parent_pipe: bool, say: Callable[[str], None]) -> int:
+    peer = PeerProcess(config, ticket, topology=topology, say=say)
+    loop = asyncio.get_running_loop()
+    if not parent_pipe:
+        with contextlib.suppress(NotImplementedError):  # Windows
+            loop.add_signal_handler(signal.SIGINT, peer.drain)
+            loop.add_signal_handler(signal.SIGTERM, peer.drain)
+    try:
+        return await peer.run()
+    except RemoteError as error:
+        say(f"{peer.name} stops: {error}")
+        return 1
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while sys.stdin.buffer.read(1):
+            pass
+    os._exit(1)

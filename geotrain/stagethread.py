@@ -1,0 +1,190 @@
+"""The compute thread of a peer: builds one epoch's stage, then carries out instructions in order. I/O.
+
+The event loop never waits for it, and it waits for the loop only where the run does: for inputs, activations
+and gradients (inside the executor), for weights at the start, and at a commit for the upload of the state that
+the commit is about to change.
+"""
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import protocol
+from .base import Action, FrameKey
+from .config import TrainConfig
+from .errors import GeotrainError, RemoteProtocolError
+from .executor import Aborted, StageWorker
+from .graph import StageGraph
+from .graph.deferred import materialize
+from .graph.ops import to_dtype
+from .transfers import state_spec_problem
+
+Send = Callable[[list[int], FrameKey, Tensor | None], None]
+
+
+class Loop(Protocol):
+    """What the thread asks of the event loop. `fetch` and `upload` start at once and end in the future."""
+
+    def post(self, message: protocol.FromPeer) -> None: ...
+    def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> "concurrent.futures.Future[None]": ...
+    def upload(
+        self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
+    ) -> "concurrent.futures.Future[None]": ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How this machine computes."""
+
+    device: torch.device
+    duty: float
+    threads: int | None
+
+
+class StageThread:
+    """One stage of one epoch, from its weights to its end. `worker` is None until the stage is built."""
+
+    def __init__(
+        self,
+        prepare: protocol.Prepare,
+        stage: StageGraph,
+        train: TrainConfig,
+        machine: Machine,
+        send: Send,
+        loop: Loop,
+    ) -> None:
+        self.epoch, self.step, self.index = prepare.epoch, prepare.step, prepare.stage
+        self.stage = stage
+        self._train = train
+        self.worker: StageWorker | None = None
+        self._prepare, self._machine, self._send, self._loop = prepare, machine, send, loop
+        self._instructions: queue.SimpleQueue[protocol.Instruction | None] = queue.SimpleQueue()
+        self._transfer: concurrent.futures.Future[None] | None = None
+        self._upload: concurrent.futures.Future[None] | None = None
+        self._stopped = threading.Event()
+        self._doing = "loading weights"
+        self._thread = threading.Thread(target=self._main, name=f"epoch-{self.epoch}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def instruct(self, instructions: Sequence[protocol.Instruction]) -> None:
+        for instruction in instructions:
+            self._instructions.put(instruction)
+
+    def abort(self) -> None:
+        """The epoch is over: whatever the thread does or waits for, it ends soon."""
+        self._stopped.set()
+        self._instructions.put(None)
+        for transfer in (self._transfer, self._upload):
+            if transfer is not None:
+                transfer.cancel()
+        if self.worker is not None:
+            self.worker.abort()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    @property
+    def doing(self) -> str:
+        """A phrase for people: what the stage does or waits for."""
+        waiting = self.worker.waiting_for if self.worker is not None else None
+        return f"waiting for {waiting}" if waiting else self._doing
+
+    def _main(self) -> None:
+        try:
+            if self._machine.threads is not None:
+                torch.set_num_threads(self._machine.threads)  # OpenMP keeps this count for each thread
+            self._build()
+            self._loop.post(protocol.Loaded(self.epoch, self.index))
+            self._doing = "waiting for the other stages"
+            while (instruction := self._instructions.get()) is not None:
+                self._carry_out(instruction)
+        except (Aborted, concurrent.futures.CancelledError):
+            return
+        except Exception as error:
+            if not self._stopped.is_set():
+                self._loop.post(protocol.Failed(self.epoch, _one_line(error)))
+
+    def _build(self) -> None:
+        prepare, stage, device = self._prepare, self.stage, self._machine.device
+        wanted = {tensor.name: tensor.spec for tensor in prepare.fetch}
+        fetched: dict[str, Tensor] = {}
+        for name, spec in wanted.items():
+            problem = state_spec_problem(stage, name, spec)
+            if problem is not None:
+                raise RemoteProtocolError(f"the coordinator wants {name!r} loaded, but {problem}")
+            fetched[name] = torch.empty(spec.shape, dtype=to_dtype(spec.dtype))
+        self._transfer = self._loop.fetch(self.epoch, fetched)
+        tensors: dict[str, Tensor] = {}
+        for name, entry in {**stage.parameters, **stage.buffers}.items():
+            if name not in fetched:
+                if entry.init is None:
+                    raise RemoteProtocolError(f"nothing says what {name!r} holds")
+                tensors[name] = materialize(entry.init, name, prepare.seed, device)
+                if self._stopped.is_set():
+                    raise Aborted
+        self._transfer.result()
+        entries = {**stage.parameters, **stage.buffers}
+        for name in [name for name in fetched if name in entries]:
+            tensors[name] = _laid_out(fetched.pop(name), entries[name].spec.stride).to(device)
+        actions = [Action.parse(word) for word in prepare.actions]
+        self.worker = StageWorker(
+            stage, tensors, self._train, actions, epoch=self.epoch, device=device, seed=prepare.seed,
+            send=self._send, duty=self._machine.duty,
+        )  # fmt: skip
+        for name, tensor in fetched.items():
+            self.worker.load(name, tensor)
+
+    def _carry_out(self, instruction: protocol.Instruction) -> None:
+        worker = self.worker
+        assert worker is not None
+        match instruction:
+            case protocol.Train(step):
+                self.step, self._doing = step, "computing"
+                report = worker.train(step)
+                self._doing = "waiting for the commit"
+                self._loop.post(protocol.Ready(self.epoch, report))
+            case protocol.Commit(step, clip, lr, skip):
+                self._settle()
+                worker.commit(step, clip, lr, skip)
+                self.step = step + 1
+            case protocol.Evaluate(step, count):
+                self._doing = "evaluating"
+                losses = worker.evaluate(step, count)
+                if losses:
+                    self._loop.post(protocol.Scored(self.epoch, step, tuple(losses)))
+            case protocol.Checkpoint(step):
+                changing = {name for name, buffer in self.stage.buffers.items() if buffer.mutated}
+                state = {n: t.clone() if n in changing else t for n, t in worker.state().items()}
+                self._settle()
+                self._upload = self._loop.upload(self.epoch, self.index, step, False, state)
+                self._doing = "waiting for instructions"
+            case protocol.Gradients(step):
+                self._settle()
+                self._upload = self._loop.upload(self.epoch, self.index, step, True, worker.gradients())
+
+    def _settle(self) -> None:
+        """Wait for the upload that is on its way."""
+        if self._upload is not None:
+            self._doing = "waiting for the upload of its weights"
+            self._upload.result()
+            self._upload = None
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """The tensor in the memory layout that its graph was captured with."""
+    if stride is None:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, GeotrainError) else f"{type(error).__name__}: {text}"
