@@ -6,21 +6,21 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from . import channel, control, events, planner, protocol, runstate, schedule
+from . import channel, control, events, protocol, runstate
 from .base import COORDINATOR, PROTOCOL_VERSION, Peer, Plan
 from .checkpoint import prune
 from .config import JobConfig
 from .data import Source
 from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
-from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
+from .graph import OpGraph
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
+from .layout import Layout, lay_out
 from .optim import clip_factor, lr_at
 from .results import Result
 from .runfolder import RunFolder
@@ -31,16 +31,6 @@ from .weights import WeightStore
 HEARTBEAT_S = 1.0
 _TICK_S = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A plan, and what its stages get."""
-
-    plan: Plan
-    stages: tuple[StageGraph, ...]
-    graphs: tuple[bytes, ...]
-    actions: tuple[tuple[str, ...], ...]
 
 
 class Coordinator:
@@ -108,7 +98,7 @@ class Coordinator:
         self._busy = self._closed = False
         self._unsaid: deque[events.RunEvent] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, Layout] = {}
         self._shelf = Shelf(None, {})
         self._uploads: dict[tuple[int, bool], Upload] = {}
         self._last_checkpoint: Upload | None = None
@@ -252,16 +242,12 @@ class Coordinator:
             case runstate.Prepare(plan, step):
                 self._prepare(self._layouts[plan.epoch], step)
             case runstate.Feed(epoch, step):
-                stages = list(zip(self._layout.plan.stages, self._layout.stages, strict=True))
-                readers = {
-                    name: [where.peer for where, stage in stages if name in stage.inputs] for name in self.graph.inputs
-                }
-                self._feeder.start(epoch, step, readers)
+                self._feeder.start(epoch, step, self._layout.readers())
             case runstate.Instruct(epoch, instructions):
                 self._expect_uploads(instructions)
-                for stage in self._layout.plan.stages:
-                    if stage.peer in self._sessions:
-                        self._sessions[stage.peer].send(protocol.Instruct(epoch, instructions))
+                for name in self._layout.names:
+                    if name in self._sessions:
+                        self._sessions[name].send(protocol.Instruct(epoch, instructions))
             case runstate.LedgerCommit(row, losses):
                 seed = self.job.run.seed
                 samples = [f"{seed}/{row.step}/{i}" for i in range(len(losses))]
@@ -298,54 +284,30 @@ class Coordinator:
 
     async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
         try:
-            self._layouts[epoch] = await asyncio.to_thread(self._lay_out, epoch, peers)
+            given = self._given_plan if epoch == 1 else None
+            links = self._topology.links if self._topology is not None else ()
+            self._layouts[epoch] = await asyncio.to_thread(lay_out, self.job, self.graph, peers, epoch, given, links)
         except GeotrainError as error:
             self._post(runstate.PlanRefused(epoch, str(error)))
         else:
             self._post(runstate.PlanChosen(self._layouts[epoch].plan))
 
-    def _lay_out(self, epoch: int, peers: Sequence[Peer]) -> _Layout:
-        """Make or take a plan, and cut the graph by it. Runs in a thread."""
-        job, graph = self.job, self.graph
-        train = job.train
-        if self._given_plan is not None and epoch == 1:
-            plan = self._given_plan.with_epoch(epoch)
-            if plan.microbatches != train.microbatches:
-                raise UserError(
-                    f"the plan is for {plan.microbatches} microbatches a step, not {train.microbatches}; "
-                    "set train.microbatches or make a new plan"
-                )
-        else:
-            plan = planner.plan(
-                graph, peers, microbatches=train.microbatches, schedule=job.pipeline.schedule,
-                optimizer=train.optimizer, momentum=train.momentum, epoch=epoch,
-                links=self._topology.links if self._topology is not None else (),
-            )  # fmt: skip
-        planner.check(plan, graph, peers, optimizer=train.optimizer, momentum=train.momentum)
-        stages = tuple(cut(graph, [stage.first_op for stage in plan.stages[1:]]))
-        windows = [stage.window for stage in plan.stages]
-        actions = schedule.build(plan.schedule, len(stages), plan.microbatches, windows)
-        words = tuple(tuple(str(action) for action in of_stage) for of_stage in actions)
-        return _Layout(plan, stages, tuple(to_bytes(stage) for stage in stages), words)
-
     @property
-    def _layout(self) -> _Layout:
+    def _layout(self) -> Layout:
         return self._layouts[self._state.epoch]
 
-    def _prepare(self, layout: _Layout, step: int) -> None:
+    def _prepare(self, layout: Layout, step: int) -> None:
         plan = layout.plan
         self._layouts = {plan.epoch: layout}
         self._abort_uploads()
         self._feeder.stop()
         self._folder.write_plan(plan)
-        bounds = [*(stage.first_op for stage in plan.stages), len(self.graph.ops)]
-        blocks = tuple(stage_modules(self.graph, bounds))
         ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
-        self._emit(events.Planned(plan, ops, blocks, self.graph.num_parameters))
+        self._emit(events.Planned(plan, ops, layout.blocks, self.graph.num_parameters))
 
         self._shelf.close()
         self._shelf = Shelf(self._weights_at(step), self.graph.ties)
-        names = tuple(stage.peer for stage in plan.stages)
+        names = layout.names
         roster = {name: self._state.members[name].address for name in names}
         self._transport.set_roster(plan.epoch, roster, _refuse_frames)
         train = self.job.train.model_dump_json()

@@ -1,0 +1,61 @@
+"""A plan, and what each of its stages is told: its part of the graph, and its actions. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import planner, schedule
+from .base import Link, Peer, Plan
+from .config import JobConfig
+from .errors import PlanError
+from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`graphs` are the stages as bytes, `actions` their schedules as words, `blocks` a phrase for people."""
+
+    plan: Plan
+    stages: tuple[StageGraph, ...]
+    graphs: tuple[bytes, ...]
+    actions: tuple[tuple[str, ...], ...]
+    blocks: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The peers, by stage."""
+        return tuple(stage.peer for stage in self.plan.stages)
+
+    def readers(self) -> dict[str, list[str]]:
+        """The peers that read each model input."""
+        found: dict[str, list[str]] = {}
+        for name, stage in zip(self.names, self.stages, strict=True):
+            for value in stage.inputs:
+                found.setdefault(value, []).append(name)
+        return found
+
+
+def lay_out(
+    job: JobConfig, graph: OpGraph, peers: Sequence[Peer], epoch: int, given: Plan | None, links: Sequence[Link]
+) -> Layout:
+    """Make a plan, or take the `given` one, and cut the graph by it. Raises `PlanError` if it would not run."""
+    train = job.train
+    if given is not None:
+        plan = given.with_epoch(epoch)
+        if plan.microbatches != train.microbatches:
+            raise PlanError(
+                f"the plan is for {plan.microbatches} microbatches a step, the job has {train.microbatches}; "
+                "set train.microbatches or make a new plan"
+            )
+    else:
+        plan = planner.plan(
+            graph, peers, microbatches=train.microbatches, schedule=job.pipeline.schedule,
+            optimizer=train.optimizer, momentum=train.momentum, links=links, epoch=epoch,
+        )  # fmt: skip
+    planner.check(plan, graph, peers, optimizer=train.optimizer, momentum=train.momentum)
+    stages = tuple(cut(graph, [stage.first_op for stage in plan.stages[1:]]))
+    windows = [stage.window for stage in plan.stages]
+    actions = schedule.build(plan.schedule, len(stages), plan.microbatches, windows)
+    words = tuple(tuple(str(action) for action in of_stage) for of_stage in actions)
+    bounds = [*(stage.first_op for stage in plan.stages), len(graph.ops)]
+    graphs = tuple(to_bytes(stage) for stage in stages)
+    return Layout(plan, stages, graphs, words, tuple(stage_modules(graph, bounds)))
