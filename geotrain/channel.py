@@ -7,8 +7,11 @@ they never hold up a message.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters comes as exceptions; read when grpc is imported
 
 import grpc
 import grpc.aio

@@ -103,7 +103,6 @@ class StageWorker:
             self._runner.load(name, tensor)
         self._parameters = self._runner.parameters
         self._optimizer = optim.build(self._parameters, train) if self._parameters else None
-        self._loaded_state: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._spans: list[Span] = []
         self._start_s = clock()
@@ -126,14 +125,13 @@ class StageWorker:
     def train(self, step: int) -> StageReport:
         """Forward and backward of all microbatches; gradients are left in place for `commit`. Raises `Aborted`."""
         self._spans, self._start_s = [], self._clock()
+        self._gradients = {}
         losses: list[Tensor] = []
         shared = self._exchange_shared(step, "F")
         for action in self._actions:
             if action.kind == "F":
                 received = {**shared, **self._take_values(step, action.microbatch, "F")}
-                loss = self._compute(
-                    str(action), lambda a=action, r=received: self._forward(step, a.microbatch, r)
-                )
+                loss = self._compute(str(action), lambda a=action, r=received: self._forward(step, a.microbatch, r))
                 if loss is not None:
                     losses.append(loss)
             elif action.kind == "B":
@@ -183,11 +181,10 @@ class StageWorker:
                 losses.append(loss)
         return [float(loss) for loss in losses]
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """One tensor of optimizer state (`optimizer/<key>/<parameter>`), before the first step."""
-        self._loaded_state[name] = tensor
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The optimizer's state (`optimizer/<key>/<parameter>`), before the first step."""
         if self._optimizer is not None:
-            optim.load_state_tensors(self._optimizer, self._parameters, self._loaded_state)
+            optim.load_state_tensors(self._optimizer, self._parameters, tensors)
 
     def state(self) -> dict[str, Tensor]:
         """Live views of what a checkpoint keeps: owned parameters, persistent buffers, optimizer state."""
@@ -200,7 +197,7 @@ class StageWorker:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last commit, as the optimizer saw them (clipped)."""
+        """The gradients of the last commit, as the optimizer saw them (clipped), until the next step."""
         return self._gradients
 
     def _forward(self, step: int, microbatch: int, received: Mapping[str, Tensor]) -> Tensor | None:
@@ -215,9 +212,7 @@ class StageWorker:
                 key = FrameKey(self._epoch, step, microbatch, receive.value, "B")
                 self._send([receive.grad_to], key, passed[receive.value])
 
-    def _send_values(
-        self, step: int, microbatch: int, direction: Direction, values: Mapping[str, Tensor]
-    ) -> None:
+    def _send_values(self, step: int, microbatch: int, direction: Direction, values: Mapping[str, Tensor]) -> None:
         for send in self._stage.sends:
             if not send.once:
                 key = FrameKey(self._epoch, step, microbatch, send.value, direction)
@@ -230,39 +225,27 @@ class StageWorker:
                 key = FrameKey(self._epoch, step, ONCE, send.value, direction)
                 self._send(list(send.to), key, self._runner.tensors[send.value].detach())
         return {
-            r.value: self._take_tensor(step, ONCE, r.value, direction, r.source)
-            for r in self._stage.receives
-            if r.once
+            r.value: self._take_tensor(step, ONCE, r.value, direction, r.source) for r in self._stage.receives if r.once
         }
 
     def _take_values(self, step: int, microbatch: int, direction: Direction) -> dict[str, Tensor]:
         found = {n: self._take_tensor(step, microbatch, n, direction, None) for n in self._stage.inputs}
         for receive in self._stage.receives:
             if not receive.once:
-                found[receive.value] = self._take_tensor(
-                    step, microbatch, receive.value, direction, receive.source
-                )
+                found[receive.value] = self._take_tensor(step, microbatch, receive.value, direction, receive.source)
         return found
 
-    def _take_tensor(
-        self, step: int, microbatch: int, value: str, direction: Direction, source: int | None
-    ) -> Tensor:
+    def _take_tensor(self, step: int, microbatch: int, value: str, direction: Direction, source: int | None) -> Tensor:
         tensor = self._take(step, microbatch, value, direction, source)
         if tensor is None:
-            raise Aborted(
-                f"{value} of microbatch {microbatch} was announced as absent, which only gradients may be"
-            )
+            raise Aborted(f"{value} of microbatch {microbatch} was announced as absent, which only gradients may be")
         return tensor
 
-    def _take(
-        self, step: int, microbatch: int, value: str, direction: Direction, source: int | None
-    ) -> Tensor | None:
+    def _take(self, step: int, microbatch: int, value: str, direction: Direction, source: int | None) -> Tensor | None:
         what = {"F": value, "B": f"the gradient of {value}", "E": f"{value} (evaluation)"}[direction]
         where = COORDINATOR if source is None else f"stage {source}"
         start = self._clock()
-        tensor = self._mailbox.take(
-            FrameKey(self._epoch, step, microbatch, value, direction), f"{what} from {where}"
-        )
+        tensor = self._mailbox.take(FrameKey(self._epoch, step, microbatch, value, direction), f"{what} from {where}")
         self._note("wait", f"{what} from {where}", start)
         return tensor
 

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -302,7 +301,7 @@ async def _run(config: PeerConfig, ticket: Ticket, topology: Any, parent_pipe: b
 
 
 def _die_with_parent() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        while sys.stdin.buffer.read(1):
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):  # not sys.stdin, whose lock would be held when the interpreter ends
             pass
     os._exit(1)

@@ -139,8 +139,7 @@ class StageThread:
             stage, tensors, self._train, actions, epoch=self.epoch, device=device, seed=prepare.seed,
             send=self._send, duty=self._machine.duty,
         )  # fmt: skip
-        for name, tensor in fetched.items():
-            self.worker.load(name, tensor)
+        self.worker.load(fetched)
 
     def _carry_out(self, instruction: protocol.Instruction) -> None:
         worker = self.worker
