@@ -123,8 +123,8 @@ class Status:
 
 
 def busy_seconds(report: StageReport) -> float:
-    """Seconds of a step in which the peer computed or encoded."""
-    return sum(s.end_s - s.start_s for s in report.spans if s.activity not in ("wait", "idle"))
+    """Seconds of a step in which the peer computed."""
+    return sum(s.end_s - s.start_s for s in report.spans if s.activity == "compute")
 
 
 def render(status: Status) -> RenderableType:
@@ -198,9 +198,7 @@ class LiveView:
 class PlainView:
     """Lines for a log: what happens, and when nothing does, what is waited for."""
 
-    def __init__(
-        self, title: str, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, title: str, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._status = Status(title)
         self._write = write
         self._clock = clock
@@ -243,9 +241,7 @@ class PlainView:
             case events.Planned(plan, stage_ops, stage_blocks, parameters):
                 stages = "; ".join(
                     f"stage {i} on {stage.peer}: {ops} ops ({blocks})"
-                    for i, (stage, ops, blocks) in enumerate(
-                        zip(plan.stages, stage_ops, stage_blocks, strict=True)
-                    )
+                    for i, (stage, ops, blocks) in enumerate(zip(plan.stages, stage_ops, stage_blocks, strict=True))
                 )
                 return f"plan {plan.epoch} for {count(parameters)} parameters: {stages}"
             case events.Prepared(epoch, step):
@@ -259,11 +255,7 @@ class PlainView:
 
     def _step_line(self, event: events.StepCommitted) -> str | None:
         now = self._clock()
-        if (
-            now - self._step_line_s < STEP_LINES_S
-            and event.step not in (1, event.steps)
-            and not event.skipped
-        ):
+        if now - self._step_line_s < STEP_LINES_S and event.step not in (1, event.steps) and not event.skipped:
             return None
         self._step_line_s = now
         left = self._status.left_s

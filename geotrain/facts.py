@@ -1,0 +1,239 @@
+"""What a run did, gathered from its events, as plain numbers and texts: the report and `--json` show these. Pure.
+
+Where a second of a stage went: `compute`; `rest`, which the duty cap asks for; `sending`, the last part of a wait,
+while what it waits for is on the link; `waiting`, the part before that, while another peer still computes; `commit`,
+from this stage's last gradient to the next step: the other stages' gradients, the optimizer, evaluations; `other`,
+what is left. They add up to the step's seconds. How long one microbatch is on a link is taken as the seconds the link
+was busy, divided by the microbatches of the step.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from . import events
+from .base import COORDINATOR, Plan, StageReport
+
+ACTIVITIES: tuple[str, ...] = ("compute", "rest", "sending", "waiting", "commit", "other")
+
+_KEPT_STEPS = 5
+"""So many newest steps keep their timeline; the one of median length is drawn."""
+
+
+@dataclass(slots=True)
+class _PeerFacts:
+    flops_per_s: float
+    memory_bytes: int
+    duty: float
+    memory_used_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
+    gone: str | None = None
+
+
+@dataclass(slots=True)
+class _LinkFacts:
+    nbytes: int = 0
+    busy_s: float = 0.0
+
+
+class Recorder:
+    """Takes a run's events; `facts` says what they come to."""
+
+    def __init__(self) -> None:
+        self.ended: events.Ended | None = None
+        self._steps: dict[int, events.StepCommitted] = {}  # without their stages
+        self._recent: deque[events.StepCommitted] = deque(maxlen=_KEPT_STEPS)
+        self._planned: events.Planned | None = None
+        self._held_out: dict[int, float] = {}
+        self._peers: dict[str, _PeerFacts] = {}
+        self._links: dict[tuple[str, str], _LinkFacts] = {}
+        self._log: list[str] = []
+        self._checkpoint: str | None = None
+        self._checkpoint_step = 0
+
+    @property
+    def joined(self) -> set[str]:
+        """Names of all peers that have ever joined."""
+        return set(self._peers)
+
+    def __call__(self, event: events.RunEvent) -> None:
+        match event:
+            case events.PeerJoined(name, flops_per_s, memory_bytes, duty):
+                self._peers[name] = _PeerFacts(flops_per_s, memory_bytes, duty)
+            case events.Planned():
+                self._planned = event
+            case events.Prepared(epoch, step):
+                self._steps = {done: row for done, row in self._steps.items() if done <= step}
+                self._recent.clear()
+                self._log.append(f"plan {epoch} starts at step {step}")
+            case events.StepCommitted():
+                self._committed(event)
+            case events.Evaluated(step, loss):
+                self._held_out[step] = loss
+            case events.Checkpointed(step, path):
+                self._checkpoint, self._checkpoint_step = str(path), step
+            case events.PeerGone(name, reason):
+                if name in self._peers:
+                    self._peers[name].gone = reason
+                self._log.append(f"{name} left: {reason}" if reason != "left" else f"{name} left")
+            case events.Ended(step, reason):
+                self.ended = event
+                self._log.append(f"the run ended after {step} steps: {reason}")
+            case _:
+                pass
+
+    def _committed(self, event: events.StepCommitted) -> None:
+        self._recent.append(event)
+        self._steps[event.step] = replace(event, stages=())
+        plan = self._planned.plan if self._planned else None
+        for report in event.stages:
+            for use in report.links:
+                link = self._links.setdefault((use.src, use.dst), _LinkFacts())
+                link.nbytes += use.nbytes
+                link.busy_s += use.busy_s
+            if report.peer in self._peers and plan is not None:
+                peer = self._peers[report.peer]
+                peer.memory_used_bytes = max(peer.memory_used_bytes, report.memory_bytes)
+                for activity, seconds in account(report, event, plan).items():
+                    peer.seconds[activity] += seconds
+
+    def facts(self, **more: Any) -> dict[str, Any]:
+        """Everything as JSON-able values; `more` is added, such as paths and the machine."""
+        rows = [self._steps[step] for step in sorted(self._steps)]
+        steady = rows[1:] or rows  # the first step also warms up
+        held_out = sorted(self._held_out.items())
+        seconds = sum(row.seconds for row in steady)
+        plan = self._planned.plan if self._planned else None
+        return {
+            "reason": self.ended.reason if self.ended else "unknown",
+            "seconds": self.ended.seconds if self.ended else sum(row.seconds for row in rows),
+            "steps": rows[-1].steps if rows else 0,
+            "first_step": rows[0].step if rows else 0,
+            "parameters": self._planned.parameters if self._planned else 0,
+            "held_out_loss_before": held_out[0][1] if held_out else None,
+            "held_out_loss_after": held_out[-1][1] if len(held_out) > 1 else None,
+            "held_out_losses": [list(pair) for pair in held_out],
+            "losses": [row.loss for row in rows],
+            "step_seconds": [row.seconds for row in rows],
+            "median_step_seconds": statistics.median(row.seconds for row in steady) if steady else None,
+            "tokens_per_step": rows[-1].tokens if rows else 0,
+            "tokens_per_second": sum(row.tokens for row in steady) / seconds if seconds > 0 else 0.0,
+            "grad_norms": [row.grad_norm for row in rows],
+            "learning_rates": [row.lr for row in rows],
+            "skipped_steps": [row.step for row in rows if row.skipped],
+            "schedule": plan.schedule if plan else None,
+            "microbatches": plan.microbatches if plan else 0,
+            "predicted_step_seconds": plan.step_seconds if plan else None,
+            "plan_notes": list(plan.notes) if plan else [],
+            "stages": self._stage_facts(),
+            "peers": self._peer_facts(),
+            "links": self._link_facts(len(rows)),
+            "seconds_by_activity": self._seconds_by_activity(),
+            "timeline": self._timeline(),
+            "log": self._log,
+            "checkpoint": self._checkpoint,
+            "checkpoint_step": self._checkpoint_step,
+            **more,
+        }
+
+    def _stage_facts(self) -> list[dict[str, Any]]:
+        if self._planned is None:
+            return []
+        rows: list[dict[str, Any]] = []
+        for index, stage in enumerate(self._planned.plan.stages):
+            measured = [_seconds_of(r, "compute") for s in self._recent for r in s.stages if r.stage == index]
+            rows.append(
+                {
+                    "stage": index, "peer": stage.peer, "first_op": stage.first_op, "end_op": stage.end_op,
+                    "ops": self._planned.stage_ops[index], "blocks": self._planned.stage_blocks[index],
+                    "window": stage.window, "predicted_compute_seconds": stage.compute_seconds,
+                    "measured_compute_seconds": statistics.median(measured) if measured else None,
+                    "predicted_memory_bytes": stage.memory_bytes,
+                }
+            )  # fmt: skip
+        return rows
+
+    def _peer_facts(self) -> list[dict[str, Any]]:
+        stage_of = {row["peer"]: row for row in self._stage_facts()}
+        rows: list[dict[str, Any]] = []
+        for name, peer in self._peers.items():
+            total = sum(peer.seconds.values())
+            stage = stage_of.get(name)
+            rows.append(
+                {
+                    "name": name, "stage": stage["stage"] if stage else None, "ops": stage["ops"] if stage else 0,
+                    "blocks": stage["blocks"] if stage else "", "flops_per_second": peer.flops_per_s,
+                    "duty": peer.duty, "memory_bytes": peer.memory_bytes, "memory_used_bytes": peer.memory_used_bytes,
+                    "busy_share": peer.seconds["compute"] / total if total > 0 else 0.0,
+                    "seconds_by_activity": dict(peer.seconds), "gone": peer.gone,
+                }
+            )  # fmt: skip
+        return sorted(rows, key=lambda row: (row["stage"] is None, row["stage"], row["name"]))
+
+    def _link_facts(self, steps: int) -> list[dict[str, Any]]:
+        total = sum(row.seconds for row in self._steps.values())
+        return [
+            {
+                "from": src, "to": dst, "bytes": link.nbytes, "busy_seconds": link.busy_s,
+                "bytes_per_step": link.nbytes / max(steps, 1),
+                "busy_share": link.busy_s / total if total > 0 else 0.0,
+            }
+            for (src, dst), link in sorted(self._links.items())
+        ]  # fmt: skip
+
+    def _seconds_by_activity(self) -> dict[str, float]:
+        """Seconds of the whole run, as the mean over the peers that worked."""
+        workers = [peer.seconds for peer in self._peers.values() if sum(peer.seconds.values()) > 0]
+        return {a: sum(seconds[a] for seconds in workers) / max(len(workers), 1) for a in ACTIVITIES}
+
+    def _timeline(self) -> dict[str, Any] | None:
+        """The step of median length among the newest."""
+        if not self._recent:
+            return None
+        step = sorted(self._recent, key=lambda s: s.seconds)[len(self._recent) // 2]
+        stages = sorted(step.stages, key=lambda report: report.stage)
+        return {
+            "step": step.step,
+            "seconds": step.seconds,
+            "stages": [
+                {"stage": r.stage, "peer": r.peer, "seconds": r.seconds, "spans": [asdict(s) for s in r.spans]}
+                for r in stages
+            ],
+        }
+
+
+def account(report: StageReport, step: events.StepCommitted, plan: Plan) -> dict[str, float]:
+    """Where this stage's seconds of a step went, by activity; they add up to the step's seconds."""
+    transfer_s = _transfer_seconds(step, plan.microbatches)
+    seconds = dict.fromkeys(ACTIVITIES, 0.0)
+    for span in report.spans:
+        length = span.end_s - span.start_s
+        if span.activity == "wait":
+            on_link = min(length, transfer_s.get((_source(span.label, plan), report.peer), 0.0))
+            seconds["sending"] += on_link
+            seconds["waiting"] += length - on_link
+        else:
+            seconds[span.activity if span.activity in ("compute", "rest") else "other"] += length
+    seconds["other"] += max(0.0, report.seconds - sum(seconds.values()))
+    seconds["commit"] = max(0.0, step.seconds - sum(seconds.values()))
+    return seconds
+
+
+def _transfer_seconds(step: events.StepCommitted, microbatches: int) -> Mapping[tuple[str, str], float]:
+    uses = [use for report in step.stages for use in report.links]
+    return {(use.src, use.dst): use.busy_s / microbatches for use in uses}
+
+
+def _source(label: str, plan: Plan) -> str:
+    """The peer that a wait's label ends in: `h_3 from stage 1`."""
+    where = label.rpartition(" from ")[2]
+    number = where.removeprefix("stage ")
+    if number.isdigit() and int(number) < len(plan.stages):
+        return plan.stages[int(number)].peer
+    return where or COORDINATOR
+
+
+def _seconds_of(report: StageReport, activity: str) -> float:
+    return sum(span.end_s - span.start_s for span in report.spans if span.activity == activity)
