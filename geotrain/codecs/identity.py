@@ -26,9 +26,7 @@ def _encode(tensor: torch.Tensor, state: None) -> tuple[Payload, None]:
     return [memoryview(flat.numpy())] if flat.numel() else [], None
 
 
-def _decode(
-    payload: memoryview, spec: TensorSpec, device: torch.device, state: None
-) -> tuple[torch.Tensor, None]:
+def _decode(payload: memoryview, spec: TensorSpec, device: torch.device, state: None) -> tuple[torch.Tensor, None]:
     packed = spec.packed
     if payload.nbytes != packed.nbytes:
         raise RemoteProtocolError(f"{payload.nbytes} bytes came for a tensor of {packed.nbytes} bytes")

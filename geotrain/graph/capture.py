@@ -73,15 +73,11 @@ def name_inputs(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         if len(inputs) > len(names):
-            raise CaptureError(
-                f"the model's forward takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}"
-            )
+            raise CaptureError(f"the model's forward takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
         named = dict(zip(names, inputs, strict=False))
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
-            raise CaptureError(
-                f"input {name!r} is {type(tensor).__name__}, not a tensor; fix it in the model instead"
-            )
+            raise CaptureError(f"input {name!r} is {type(tensor).__name__}, not a tensor; fix it in the model instead")
     return named
 
 
@@ -182,9 +178,7 @@ class _Capture:
         loss, *extras = (self._names[node] for node in outputs)
         spec = self._program.call_spec.out_spec
         names = list(spec.child(1).context) if len(extras) else []
-        result = Functionalizer(self._ops, tensors, set(parameters), set(buffers), self._autocast).run(
-            loss, extras
-        )
+        result = Functionalizer(self._ops, tensors, set(parameters), set(buffers), self._autocast).run(loss, extras)
         loss, extras = result.outputs[0], result.outputs[1:]
         ops = [replace(op, random=None) for op in result.ops]
         number = 0
@@ -203,9 +197,7 @@ class _Capture:
             values={n: v for n, v in result.values.items() if n in used and n not in tensors}
             | self._input_values(used),
             parameters=parameters,
-            buffers={
-                n: replace(b, mutated=n in mutated) for n, b in buffers.items() if n in used or b.persistent
-            },
+            buffers={n: replace(b, mutated=n in mutated) for n, b in buffers.items() if n in used or b.persistent},
             constants={n: c for n, c in constants.items() if n in used},
             loss=loss,
             outputs=dict(zip(names, extras, strict=True)),
@@ -214,11 +206,7 @@ class _Capture:
         )
 
     def _input_values(self, used: set[str]) -> dict[str, Value]:
-        specs = (
-            n.meta["val"]
-            for n in self._program.graph.nodes
-            if n.op == "placeholder" and n in self._user_inputs
-        )
+        specs = (n.meta["val"] for n in self._program.graph.nodes if n.op == "placeholder" and n in self._user_inputs)
         return {
             name: Value(tensor_spec(fake), False)
             for name, fake in zip(self._inputs, specs, strict=True)
@@ -237,9 +225,7 @@ class _Capture:
                 continue
             first[id(parameter)] = name
             tensors[name] = parameter
-            parameters[name] = Parameter(
-                tensor_spec(parameter), parameter.requires_grad, self._init.get(name)
-            )
+            parameters[name] = Parameter(tensor_spec(parameter), parameter.requires_grad, self._init.get(name))
         return parameters, ties, tensors
 
     def _buffers(self, tensors: dict[str, torch.Tensor]) -> dict[str, Buffer]:
@@ -250,9 +236,7 @@ class _Capture:
                 name = f"{prefix}.{local}" if prefix else local
                 if buffer is not None:
                     tensors[name] = buffer
-                    buffers[name] = Buffer(
-                        tensor_spec(buffer), local not in hidden, False, self._init.get(name)
-                    )
+                    buffers[name] = Buffer(tensor_spec(buffer), local not in hidden, False, self._init.get(name))
         return buffers
 
     def _bind_placeholders(
@@ -269,9 +253,7 @@ class _Capture:
                 self._user_inputs.add(node)
                 name = next(inputs)
                 if name in tensors:
-                    raise CaptureError(
-                        f"input {name!r} has the name of a parameter or buffer; rename it in forward"
-                    )
+                    raise CaptureError(f"input {name!r} has the name of a parameter or buffer; rename it in forward")
                 tensors[name] = node.meta["val"]
             else:
                 name = (spec.target or "").removeprefix("module.")
@@ -279,9 +261,7 @@ class _Capture:
                 if name not in tensors:
                     value = self._program.constants.get(spec.target)
                     if not isinstance(value, torch.Tensor):
-                        raise CaptureError(
-                            f"the model uses {spec.target!r}, which is not a tensor; make it a buffer"
-                        )
+                        raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor; make it a buffer")
                     if value.device.type == "meta":
                         raise CaptureError(
                             f"the model makes a constant tensor on the meta device ({name}); build the model with "
@@ -292,9 +272,7 @@ class _Capture:
                     tensors[name] = value
             self._names[node] = name
 
-    def _inline(
-        self, module: torch.fx.GraphModule, module_path: str, *, grad: bool, autocast: bool
-    ) -> list[Any]:
+    def _inline(self, module: torch.fx.GraphModule, module_path: str, *, grad: bool, autocast: bool) -> list[Any]:
         """Appends the ops of a traced module; returns its output nodes."""
         outputs: list[Any] = []
         for node in module.graph.nodes:
@@ -305,9 +283,7 @@ class _Capture:
                 outputs = list(node.args[0])
         return outputs
 
-    def _call(
-        self, module: torch.fx.GraphModule, node: torch.fx.Node, path: str, grad: bool, autocast: bool
-    ) -> None:
+    def _call(self, module: torch.fx.GraphModule, node: torch.fx.Node, path: str, grad: bool, autocast: bool) -> None:
         target = node.target
         kind = getattr(target, "__name__", str(target))
         if kind == "wrap_with_set_grad_enabled":
@@ -326,6 +302,11 @@ class _Capture:
             name = str(target)
             if name in DROPPED:
                 return
+            if name.startswith("aten.sym_"):
+                raise CaptureError(
+                    f"module {path or '(root)'!r}: a shape depends on the values of the inputs; "
+                    "use masks instead of selecting by them"
+                )
             name = REWRITES.get(name, name)
             try:
                 resolve(name)
@@ -341,9 +322,7 @@ class _Capture:
         *, grad: bool, autocast: bool,
     ) -> None:  # fmt: skip
         inner = getattr(module, body.target)
-        for placeholder, arg in zip(
-            (n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True
-        ):
+        for placeholder, arg in zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True):
             self._names[placeholder] = self._names[arg]
         outputs = self._inline(inner, path, grad=grad, autocast=autocast)
         self._names[node] = tuple(self._names.get(o) for o in outputs)  # type: ignore[assignment]
@@ -379,9 +358,7 @@ def _statistics(ops: Sequence[Op], buffers: set[str]) -> dict[str, tuple[str, ..
     for op in ops:
         positions = STATISTICS.get(base_name(op.target), ())
         if positions and argument(op, 5, "training", True):
-            names = [
-                a.name for a in (op.args[p] for p in positions if p < len(op.args)) if isinstance(a, Ref)
-            ]
+            names = [a.name for a in (op.args[p] for p in positions if p < len(op.args)) if isinstance(a, Ref)]
             if any(n in buffers for n in names):
                 changes[op.name] = tuple(names)
     return changes

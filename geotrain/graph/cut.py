@@ -14,6 +14,7 @@ the first stage that reads one owns it, sends it to the others once a step, and 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import PlanError
 from .ir import Op, OpGraph, Receive, Send, StageGraph, Value, op_refs
@@ -33,6 +34,63 @@ class Cut:
     @property
     def boundary_bytes(self) -> int:
         return self.forward_bytes + self.backward_bytes
+
+
+class _Facts:
+    """What the cutter must know of every op, whatever the cut points."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.op_of = {op.name: op for op in graph.ops}
+        self.mutated = {name for name, buffer in graph.buffers.items() if buffer.mutated}
+        self.recomputed = self._recomputed()
+
+    def _recomputed(self) -> frozenset[str]:
+        """Results that each stage computes for itself instead of receiving them."""
+        graph = self.graph
+        sources: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in graph.inputs}
+        sources |= {name: frozenset() for name in (*graph.constants, *(graph.buffers.keys() - self.mutated))}
+        chosen: set[str] = set()
+        for op in graph.ops:
+            names = op_refs(op)
+            changes = op.target != GETITEM and (is_in_place(op.target) or base_name(op.target) in STATISTICS)
+            if op.random is not None or changes or any(name not in sources for name in names):
+                continue
+            sources[op.name] = frozenset().union(*(sources[name] for name in names))
+            value = graph.values.get(op.name)
+            input_bytes = sum(graph.values[name].spec.packed.nbytes for name in sources[op.name])
+            if not input_bytes or (value is not None and value.spec.packed.nbytes >= input_bytes):
+                chosen.add(op.name)
+        for op in reversed(graph.ops):  # what they are made from comes with them
+            if op.name in chosen:
+                chosen.update(n for n in op_refs(op) if n in self.op_of)
+        return frozenset(chosen)
+
+    def tensor_bytes(self, name: str) -> int:
+        return self.graph.values[name].spec.packed.nbytes
+
+
+def candidate_cuts(graph: OpGraph) -> list[Cut]:
+    """The narrow places: where fewer bytes cross than just before and after, in op order. In a chain of blocks these
+    are the block borders (and the borders of their halves)."""
+    cuts = boundary_bytes(graph)
+    narrow: list[Cut] = []
+    start = 0
+    while start < len(cuts):
+        end = start
+        while end + 1 < len(cuts) and cuts[end + 1].boundary_bytes == cuts[start].boundary_bytes:
+            end += 1
+        here = cuts[start].boundary_bytes
+        falls = start == 0 or cuts[start - 1].boundary_bytes > here
+        rises = end + 1 == len(cuts) or cuts[end + 1].boundary_bytes > here
+        if falls and rises and here > 0:
+            narrow.append(cuts[end])  # of equally narrow places the last one: there the next block begins
+        start = end + 1
+    return narrow
+
+
+def boundary_bytes(self) -> int:
+    return self.forward_bytes + self.backward_bytes
 
 
 class _Facts:
@@ -84,7 +142,7 @@ def candidate_cuts(graph: OpGraph) -> list[Cut]:
         falls = start == 0 or cuts[start - 1].boundary_bytes > here
         rises = end + 1 == len(cuts) or cuts[end + 1].boundary_bytes > here
         if falls and rises and here > 0:
-            narrow.append(_best_of(cuts[start : end + 1]))
+            narrow.append(cuts[end])  # of equally narrow places the last one: there the next block begins
         start = end + 1
     return narrow
 
@@ -137,10 +195,8 @@ def cut(graph: OpGraph, points: Iterable[int]) -> list[StageGraph]:
             forward pass changes.
     """
     bounds = [0, *points, len(graph.ops)]
-    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
-        raise PlanError(
-            f"cut points must ascend and lie between 1 and {len(graph.ops) - 1}; got {bounds[1:-1]}"
-        )
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise PlanError(f"cut points must ascend and lie between 1 and {len(graph.ops) - 1}; got {bounds[1:-1]}")
     return _Cutter(graph, bounds).stages()
 
 
@@ -195,8 +251,8 @@ class _Cutter:
             users = self.readers.get(name, [])
             if len(users) > 1:
                 raise PlanError(
-                    f"stages {users[0]} and {users[-1]} would both need buffer {name!r}, which the forward pass changes; "
-                    "move the cut so that all ops that touch it are in one stage"
+                    f"stages {users[0]} and {users[-1]} would both need buffer {name!r}, which the forward pass "
+                    "changes; move the cut so that all ops that touch it are in one stage"
                 )
 
     def _holders(self, name: str) -> list[int]:
@@ -240,9 +296,7 @@ class _Cutter:
             for n, p in graph.parameters.items()
             if (n in read and n not in received) or (homeless and n not in self.readers)
         }
-        buffers = {
-            n: b for n, b in graph.buffers.items() if n in read or (homeless and n not in self.readers)
-        }
+        buffers = {n: b for n, b in graph.buffers.items() if n in read or (homeless and n not in self.readers)}
         copies = frozenset(n for n in (*parameters, *buffers) if self.readers.get(n, [stage])[0] != stage)
         return StageGraph(
             index=stage,
@@ -276,7 +330,7 @@ def stage_edges(stages: Sequence[StageGraph]) -> tuple[set[tuple[int, int]], set
 def stage_modules(graph: OpGraph, bounds: Sequence[int]) -> list[str]:
     """By stage, the modules it starts and ends in, for people: `h.0 - h.3`."""
     phrases: list[str] = []
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in pairwise(bounds):
         modules = [op.module for op in graph.ops[first:end] if op.module]
         ends = [_short(m) for m in (modules[:1] + modules[-1:])]
         phrases.append(" - ".join(dict.fromkeys(ends)) or "(top level)")

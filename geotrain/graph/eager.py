@@ -21,20 +21,16 @@ def as_in_eager_mode(inputs: Collection[str]) -> Iterator[None]:
     positions it makes itself (`position_ids` is not among the `inputs`) for what it is: not packed."""
     with ExitStack() as stack:
         for question in _QUESTIONS:
-            stack.enter_context(mock.patch.object(torch.compiler, question, lambda: False))
+            stack.enter_context(mock.patch.object(torch.compiler, question, return_value=False))
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices") and "position_ids" not in inputs:
-            stack.enter_context(
-                mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None)
-            )
+            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
         if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
             stack.enter_context(mock.patch.object(torch.nn.functional, "grouped_mm", _grouped_mm))
         yield
 
 
-def _grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **_: object
-) -> torch.Tensor:
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **_: object) -> torch.Tensor:
     """A mixture of experts in float32: ATen's own op cannot be traced (its shape function admits bfloat16 only), so
     transformers' twin of it is, and `ops.REWRITES` puts ATen's op into the graph."""
     return torch.ops.transformers.grouped_mm_fallback(a, b, offs)

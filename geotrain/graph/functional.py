@@ -100,9 +100,7 @@ class Functionalizer:
                     self._emit(op)
         outputs = [self._now(name) for name in (loss, *extras)]
         if not self._env[outputs[0]].requires_grad:
-            raise CaptureError(
-                "the loss depends on no trainable parameter; set requires_grad on what is to be trained"
-            )
+            raise CaptureError("the loss depends on no trainable parameter; set requires_grad on what is to be trained")
         values = {
             name: Value(tensor_spec(value), value.requires_grad)
             for name, value in self._env.items()
@@ -124,13 +122,9 @@ class Functionalizer:
 
     def _emit(self, op: Op) -> None:
         try:
-            function = _SHAPES.get(op.target) or (
-                (lambda x, i: x[i]) if op.target == GETITEM else resolve(op.target)
-            )
+            function = _SHAPES.get(op.target) or ((lambda x, i: x[i]) if op.target == GETITEM else resolve(op.target))
         except GraphFormatError as error:
-            raise CaptureError(
-                f"module {op.module or '(root)'!r} changes a tensor in place: {error}"
-            ) from None
+            raise CaptureError(f"module {op.module or '(root)'!r} changes a tensor in place: {error}") from None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(op.grad))
             if self._autocast is not None:
@@ -191,9 +185,7 @@ class Functionalizer:
         base = base_name(op.target)
         before = self._env[old]
         if base == "copy_":  # ATen's own functional form has no derivative
-            self._emit(
-                replace(op, target="aten.expand.default", args=(op.args[1], tuple(before.shape)), kwargs={})
-            )
+            self._emit(replace(op, target="aten.expand.default", args=(op.args[1], tuple(before.shape)), kwargs={}))
         else:
             target = _FUNCTIONAL.get(base, op.target.replace(f".{base}.", f".{base[:-1]}.", 1))
             self._emit(replace(op, target=target))
@@ -212,9 +204,7 @@ class Functionalizer:
             )
             new = f"{new}:cast"
         shared = [name for name in self._env if name != old and self._shares(name, root)]
-        if torch.Tag.inplace_view in resolve(op.target).tags or not any(
-            self._used_after(n, position) for n in shared
-        ):
+        if torch.Tag.inplace_view in resolve(op.target).tags or not any(self._used_after(n, position) for n in shared):
             self._current[old] = new
             return
         self._write_through(op, old, new, root)

@@ -54,9 +54,7 @@ def seeded(seed: int, step: int, microbatch: int) -> Iterator[None]:
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             nonlocal count
-            if torch.Tag.nondeterministic_seeded in func.tags and not _is_plain_attention(
-                func, args, kwargs or {}
-            ):
+            if torch.Tag.nondeterministic_seeded in func.tags and not _is_plain_attention(func, args, kwargs or {}):
                 tensors = [a for a in args if isinstance(a, torch.Tensor)]
                 _seed_generators(tensors[0].device if tensors else torch.device("cpu"), key.for_op(count))
                 count += 1

@@ -14,6 +14,10 @@ from typing import Any
 from ..base import TensorSpec
 
 
+LITERAL = "literal"
+"""The target of ops that hold a tensor's data: (shape, dtype, base64 of its bytes). Only init programs have them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """The value called `name`."""

@@ -32,8 +32,8 @@ ALLOWED = frozenset(
     column_stack complex concat concatenate conj conj_physical constant_pad_nd contiguous conv1d conv2d conv3d
     conv_transpose1d conv_transpose2d conv_transpose3d convolution copy copysign cos cosh cosine_embedding_loss
     cosine_similarity cross cross_entropy_loss ctc_loss cummax cummin cumprod cumsum cumulative_trapezoid deg2rad
-    det detach diag diag_embed diagflat diagonal diagonal_scatter diff digamma dist div divide dot dropout dsplit
-    dstack einsum elu embedding embedding_bag eq erf erfc erfinv exp exp2 expand expand_as expm1 exponential eye
+    det detach diag diag_embed diagflat diagonal diagonal_copy diagonal_scatter diff digamma dist div divide dot dropout
+    dsplit dstack einsum elu embedding embedding_bag eq erf erfc erfinv exp exp2 expand expand_as expm1 exponential eye
     feature_alpha_dropout feature_dropout fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_ifft
     fft_ifft2 fft_ifftn fft_ifftshift fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn
     fill fix flatten flip fliplr flipud float_power floor floor_divide fmax fmin fmod frac full full_like gather
@@ -53,8 +53,8 @@ ALLOWED = frozenset(
     native_dropout native_group_norm native_layer_norm ne neg negative new_full new_ones new_zeros nll_loss
     nll_loss2d nll_loss_nd norm normal not_equal numpy_T one_hot ones ones_like outer pad pairwise_distance
     permute pinverse pixel_shuffle pixel_unshuffle polar polygamma positive pow prelu prod qr quantile rad2deg
-    rand rand_like randint randint_like randn randn_like randperm range ravel real reciprocal reflection_pad1d
-    reflection_pad2d reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
+    rand rand_like randint randint_like randn randn_like random randperm range ravel real reciprocal
+    reflection_pad1d reflection_pad2d reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
     replication_pad2d replication_pad3d reshape reshape_as resolve_conj resolve_neg rms_norm rnn_relu rnn_tanh
     roll rot90 round rrelu rsqrt rsub scalar_tensor scaled_dot_product_attention scatter scatter_add
     scatter_reduce searchsorted select select_scatter selu sgn sigmoid sign signbit silu sin sinc sinh slice
@@ -122,8 +122,7 @@ _DTYPES = {
 }
 _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
-    name: getattr(torch, name)
-    for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+    name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 }
 
 

@@ -17,9 +17,24 @@ import torch
 from ..base import PROTOCOL_VERSION, TensorSpec
 from ..errors import GraphFormatError
 from .ir import (
-    Arg, Buffer, Constant, Device, Dtype, Layout, MemoryFormat, Op, OpGraph, Parameter, Receive, Ref, Send,
-    StageGraph, Value, op_refs,
-)  # fmt: skip
+    LITERAL,
+    Arg,
+    Buffer,
+    Constant,
+    Device,
+    Dtype,
+    Layout,
+    MemoryFormat,
+    Op,
+    OpGraph,
+    Parameter,
+    Receive,
+    Ref,
+    Send,
+    StageGraph,
+    Value,
+    op_refs,
+)
 from .ops import GETITEM, dtype_name, resolve, to_dtype
 
 MAGIC = b"GTG1"
@@ -27,6 +42,8 @@ MAX_RECORD_BYTES = 1 << 16
 """An op with all its arguments; the longest seen (a concatenation of 128 pieces) takes 3 KB."""
 MAX_CONSTANT_BYTES = 1 << 26
 """A tensor that a model makes from Python numbers; what is larger belongs into a buffer."""
+MAX_INIT_BYTES = 1 << 20
+"""A parameter or buffer with the program that makes it: thousands of ops, or 768 KiB of data (see `tape`)."""
 MAX_RECORDS = 1_000_000
 MAX_NAME = 512
 MAX_DEPTH = 4
@@ -211,8 +228,7 @@ class _Decoder:
             (length,) = struct.unpack_from("<I", view, position)
             position += 4
             count += 1
-            is_constant = view[position : position + 10].tobytes()[1:] == b"\xa8constant"
-            if length > (MAX_CONSTANT_BYTES if is_constant else MAX_RECORD_BYTES) or count > MAX_RECORDS:
+            if length > _max_bytes(view[position : position + 11].tobytes()) or count > MAX_RECORDS:
                 raise GraphFormatError(f"record {count} is too large")
             if position + length > len(view):
                 raise GraphFormatError("the graph is cut short")
@@ -249,6 +265,13 @@ class _Decoder:
                 raise GraphFormatError(f"the shape of {name!r} is not told")
 
 
+def _max_bytes(start: bytes) -> int:
+    """How long a record that starts like this may be. Short strings in msgpack: 0xa0 + length, then the text."""
+    if start[1:].startswith(b"\xa8constant"):
+        return MAX_CONSTANT_BYTES
+    return MAX_INIT_BYTES if start[1:].startswith((b"\xa9parameter", b"\xa6buffer")) else MAX_RECORD_BYTES
+
+
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
         raise GraphFormatError(f"{str(value)[:40]!r} is not a name")
@@ -282,7 +305,7 @@ def _read_spec(value: Any) -> TensorSpec:
 def _read_init(value: Any) -> tuple[Op, ...] | None:
     if value is None:
         return None
-    ops = tuple(_read_op(op) for op in value)
+    ops = tuple(_read_op(op, literals=True) for op in value)
     known: set[str] = set()
     for op in ops:
         if op.name in known or not known.issuperset(op_refs(op)):
@@ -291,9 +314,9 @@ def _read_init(value: Any) -> tuple[Op, ...] | None:
     return ops
 
 
-def _read_op(value: Any) -> Op:
+def _read_op(value: Any, *, literals: bool = False) -> Op:
     name, target, args, kwargs, module, grad, autocast, random = value
-    if target != GETITEM:
+    if target != GETITEM and not (literals and target == LITERAL):
         resolve(_name(target))
     if not isinstance(args, list) or not isinstance(kwargs, dict) or not isinstance(module, str):
         raise GraphFormatError("an op has a list and a map of arguments, and a module")
@@ -302,18 +325,17 @@ def _read_op(value: Any) -> Op:
         {_name(k): _read_arg(a, 0) for k, a in kwargs.items()}, module[:MAX_NAME], _flag(grad), _flag(autocast),
         None if random is None else _integer(random),
     )  # fmt: skip
-    if target == GETITEM and not (
-        len(op.args) == 2 and isinstance(op.args[0], Ref) and isinstance(op.args[1], int)
-    ):
+    if target == GETITEM and not (len(op.args) == 2 and isinstance(op.args[0], Ref) and isinstance(op.args[1], int)):
         raise GraphFormatError("getitem takes a value and a number")
     return op
 
 
+_MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 _MARKERS: Mapping[str, Callable[[Any], Arg]] = {
     "r": lambda v: Ref(_name(v)),
     "d": lambda v: (to_dtype(_name(v)), Dtype(v))[1],
     "l": lambda v: Layout(_one_of(v, ("strided",))),
-    "m": lambda v: MemoryFormat(_one_of(v, ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d"))),
+    "m": lambda v: MemoryFormat(_one_of(v, _MEMORY_FORMATS)),
     "v": lambda _: Device(),
 }  # fmt: skip
 
