@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .base import COORDINATOR, ITEM_BYTES, ONCE, Direction, FrameKey, TensorSpec
-from .codecs import get_codec
+from .codecs import CODECS
 from .errors import RemoteProtocolError
 from .graph import StageGraph
 
@@ -65,8 +65,10 @@ class Admission:
             return
         if (spec.shape, spec.dtype) != (expected.shape, expected.dtype) or not _sane(spec):
             raise RemoteProtocolError(f"{src} sends {key.value!r} as {spec}, which is not the graph's")
-        if nbytes != get_codec(codec).size_bytes(spec):
-            raise RemoteProtocolError(f"{src} sends {nbytes} bytes of {key.value!r}, which has others")
+        if codec not in CODECS or nbytes != CODECS[codec].size_bytes(spec):
+            raise RemoteProtocolError(
+                f"{src} sends {nbytes} bytes of {key.value!r}, which has others, or another codec"
+            )
 
 
 def _sane(spec: TensorSpec) -> bool:

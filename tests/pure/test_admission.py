@@ -1,0 +1,115 @@
+"""What a stage lets in: exactly what its graph calls for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from geotrain.admission import Admission
+from geotrain.base import COORDINATOR, ONCE, FrameKey, TensorSpec
+from geotrain.errors import RemoteProtocolError
+from geotrain.graph import capture, cut
+
+
+class Tied(nn.Module):
+    """Both ends use one parameter, so that it crosses the cut once a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, tokens, labels):
+        hidden = torch.tanh(self.middle(self.table(tokens)))
+        return nn.functional.cross_entropy(hidden @ self.table.weight.T, labels)
+
+
+@pytest.fixture(scope="module")
+def stages():
+    tokens = torch.zeros(6, dtype=torch.long)
+    graph = capture(Tied(), {"tokens": tokens, "labels": tokens})
+    return cut(graph, [next(i for i, op in enumerate(graph.ops) if "tanh" in op.target)])
+
+
+NAMES = ("anna", "ben")
+
+
+def doors(stages, index):
+    return Admission(3, stages[index], NAMES, microbatches=2)
+
+
+def forward_key(stage, once):
+    (value,) = [receive.value for receive in stage.receives if receive.once == once]
+    return FrameKey(3, 5, ONCE if once else 1, value, "F"), stage
+
+
+def spec_of(stage, value):
+    return (stage.values[value] if value in stage.values else stage.parameters[value]).spec
+
+
+def test_what_the_graph_calls_for_comes_in(stages):
+    last = stages[1]
+    door = doors(stages, 1)
+    for once in (False, True):
+        key, _ = forward_key(last, once)
+        spec = spec_of(last, key.value)
+        door.check("anna", key, "identity", spec, spec.packed.nbytes)
+        door.check("anna", replace(key, direction="E"), "identity", spec, spec.packed.nbytes)
+    labels = spec_of(last, "labels")
+    door.check(COORDINATOR, FrameKey(3, 0, 0, "labels", "F"), "identity", labels, labels.nbytes)
+    door.check(COORDINATOR, FrameKey(3, 0, 17, "labels", "E"), "identity", labels, labels.nbytes)
+
+    back = doors(stages, 0)
+    for value in stages[0].grads_from:
+        spec = spec_of(stages[0], value)
+        back.check("ben", FrameKey(3, 5, 1, value, "B"), "identity", spec, spec.packed.nbytes)
+        back.check("ben", FrameKey(3, 5, 1, value, "B"), "identity", TensorSpec((), "float32"), 0, absent=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "src", "codec"),
+    [
+        ({"epoch": 2}, "anna", "identity"),
+        ({"direction": "B"}, "anna", "identity"),
+        ({"value": "nothing"}, "anna", "identity"),
+        ({"microbatch": 2}, "anna", "identity"),
+        ({"microbatch": ONCE}, "anna", "identity"),
+        ({"step": -1}, "anna", "identity"),
+        ({}, "mallory", "identity"),
+        ({}, COORDINATOR, "identity"),
+    ],
+)
+def test_anything_else_is_refused(stages, changes, src, codec):
+    key, last = forward_key(stages[1], once=False)
+    spec = spec_of(last, key.value)
+    with pytest.raises(RemoteProtocolError):
+        doors(stages, 1).check(src, replace(key, **changes), codec, spec, spec.packed.nbytes)
+
+
+def test_shapes_sizes_and_layouts_are_the_graphs(stages):
+    key, last = forward_key(stages[1], once=False)
+    spec, door = spec_of(last, key.value), doors(stages, 1)
+    for wrong in [
+        replace(spec, dtype="float64"),
+        replace(spec, shape=(*spec.shape, 1)),
+        replace(spec, shape=(1 << 40, 4)),
+        replace(spec, stride=(1 << 40, 1)),  # small on the wire, large in memory
+        replace(spec, stride=(-4, 1)),
+        replace(spec, stride=(4,)),
+    ]:
+        with pytest.raises(RemoteProtocolError):
+            door.check("anna", key, "identity", wrong, spec.packed.nbytes)
+    with pytest.raises(RemoteProtocolError, match="bytes"):
+        door.check("anna", key, "identity", spec, spec.packed.nbytes - 1)
+    with pytest.raises(RemoteProtocolError, match="without a value"):
+        door.check("anna", key, "identity", spec, 0, absent=True)
+    sliced = replace(spec, stride=(12, 1))  # a view of a fused projection
+    door.check("anna", key, "identity", sliced, sliced.packed.nbytes)
+
+
+def test_an_unknown_codec_is_the_senders_fault(stages):
+    key, last = forward_key(stages[1], once=False)
+    spec = spec_of(last, key.value)
+    with pytest.raises(RemoteProtocolError):
+        doors(stages, 1).check("anna", key, "magic", spec, spec.packed.nbytes)
