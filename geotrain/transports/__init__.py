@@ -1,0 +1,1 @@
+"""Transports carry frames between peers. Pure."""
