@@ -112,7 +112,7 @@ class Coordinator:
         run = self.job.run.name
         self._transport = DirectTransport(
             COORDINATOR, run=run, token=self._token, on_frame=lambda src, frame: None,
-            on_lost=lambda name, reason: None, topology=self._topology,
+            on_lost=lambda name, reason: None,
         )  # fmt: skip
         self._feeder = Feeder(
             self._source, self._state.settings, self.job.train.microbatches, self._transport.send,

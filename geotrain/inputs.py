@@ -8,6 +8,7 @@ from torch import Tensor
 from .base import Direction, Frame, FrameKey
 from .codecs import get_codec
 from .data import Source
+from .errors import PeerLost
 from .graph.serial import tensor_spec
 from .runstate import Settings
 
@@ -68,8 +69,8 @@ class Feeder:
                     for i in range(self._microbatches):
                         batch = await asyncio.to_thread(self._source.train, step, i)
                         await self._deliver(FrameKey(epoch, step, i, "", "F"), batch, readers)
-        except asyncio.CancelledError:
-            raise
+        except PeerLost:
+            return  # the epoch is over, or will be when the peer or we notice
         except Exception as error:
             self._on_error(error)
 

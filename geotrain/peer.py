@@ -53,7 +53,7 @@ class PeerProcess:
         self._dialled = Dialled(ticket)
         self._transport = DirectTransport(
             self.name, run=ticket.run, token=ticket.token, on_frame=self._on_frame, on_lost=self._on_lost,
-            topology=topology, host=config.host, port=config.port,
+            host=config.host, port=config.port,
         )  # fmt: skip
         self._stage: StageThread | None = None
         self._names: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class PeerProcess:
         self._names = prepare.names
         roster = {**prepare.roster, COORDINATOR: self._dialled.address}
         admission = Admission(prepare.epoch, stage, prepare.names, train.microbatches)
-        self._transport.set_roster(prepare.epoch, roster, admission)
+        self._transport.set_roster(prepare.epoch, roster, admission.check)
         self._stage = StageThread(prepare, stage, train, self._machine, self._send_soon, self)
         self._stage.start()
         self._tell(
