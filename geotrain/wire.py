@@ -75,8 +75,10 @@ def encode(frame: Frame, run: str) -> list[Buffer]:
     return [head, *payload, _CHECKSUM.pack(digest.intdigest())]
 
 
-def pieces(buffers: Sequence[Buffer], size: int) -> Iterator[bytes]:
-    """The buffers cut and joined to messages of `size` bytes, the last one shorter. Each byte is copied once."""
+def pieces(buffers: Sequence[Buffer], most: int) -> Iterator[bytes]:
+    """The buffers cut and joined to messages of nearly equal size, `most` bytes at most. Each byte is copied once."""
+    total = sum(map(len, buffers))
+    size = -(-total // max(1, -(-total // most)))
     batch: list[memoryview] = []
     room = size
     for buffer in buffers:
