@@ -127,7 +127,7 @@ class StageThread:
             if name not in fetched:
                 if entry.init is None:
                     raise RemoteProtocolError(f"nothing says what {name!r} holds")
-                tensors[name] = materialize(entry.init, name, prepare.seed, device)
+                tensors[name] = materialize(entry.init, entry.spec, name, prepare.seed, device)
                 if self._stopped.is_set():
                     raise Aborted
         self._transfer.result()

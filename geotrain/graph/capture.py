@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind
 
 from ..errors import CaptureError, GraphFormatError
 from .eager import as_in_eager_mode
+from .fake import on_fake_cpu
 from .functional import Functionalizer
 from .ir import Buffer, Constant, Op, OpGraph, Parameter, Ref, Value, op_refs
 from .ops import DROPPED, GETITEM, REWRITES, STATISTICS, argument, base_name, draws_random, resolve, to_arg
@@ -92,7 +93,7 @@ def capture(
 
     Args:
         module: any module whose forward returns the loss (see `split_loss`), in the mode (train or eval) it is to
-            run in. Parameters may be on the meta device.
+            run in. Its tensors, and the inputs, may be on the meta device.
         example_inputs: one microbatch, by the names of forward's parameters, or in their order. Shapes are static.
         autocast: `bfloat16` or `float16` to run the ops under `torch.autocast`, as a training loop would.
         init: fresh-value programs by parameter and buffer name, from `graph.deferred.record`.
@@ -101,9 +102,9 @@ def capture(
         CaptureError: the model has control flow that depends on values, or an op that may not travel; the message
             names the module or the op.
     """
-    named = name_inputs(module, example_inputs)
-    program = _export(_LossModule(module, tuple(named)).train(module.training), tuple(named.values()))
-    return _Capture(module, program, tuple(named), autocast, init or {}).graph()
+    with on_fake_cpu(module, name_inputs(module, example_inputs)) as named:
+        program = _export(_LossModule(module, tuple(named)).train(module.training), tuple(named.values()))
+        return _Capture(module, program, tuple(named), autocast, init or {}).graph()
 
 
 def _export(module: _LossModule, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:

@@ -20,6 +20,8 @@ def run_program(ops: tuple[Op, ...], key: RandomKey | None = None, device: torch
     rest = [op for op in ops if op.target != LITERAL]
     with torch.no_grad():
         Program(rest, keep=(last,), device=device).run(env, key)
+    if not isinstance(env[last], torch.Tensor):
+        raise GraphFormatError(f"init op {last!r} gives several tensors")
     return env[last]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..base import TensorSpec
 
-
 LITERAL = "literal"
 """The target of ops that hold a tensor's data: (shape, dtype, base64 of its bytes). Only init programs have them."""
 

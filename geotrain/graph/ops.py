@@ -54,7 +54,8 @@ ALLOWED = frozenset(
     nll_loss2d nll_loss_nd norm normal not_equal numpy_T one_hot ones ones_like outer pad pairwise_distance
     permute pinverse pixel_shuffle pixel_unshuffle polar polygamma positive pow prelu prod qr quantile rad2deg
     rand rand_like randint randint_like randn randn_like random randperm range ravel real reciprocal
-    reflection_pad1d reflection_pad2d reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
+    reflection_pad1d reflection_pad2d
+    reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
     replication_pad2d replication_pad3d reshape reshape_as resolve_conj resolve_neg rms_norm rnn_relu rnn_tanh
     roll rot90 round rrelu rsqrt rsub scalar_tensor scaled_dot_product_attention scatter scatter_add
     scatter_reduce searchsorted select select_scatter selu sgn sigmoid sign signbit silu sin sinc sinh slice
