@@ -89,64 +89,6 @@ def candidate_cuts(graph: OpGraph) -> list[Cut]:
     return narrow
 
 
-def boundary_bytes(self) -> int:
-    return self.forward_bytes + self.backward_bytes
-
-
-class _Facts:
-    """What the cutter must know of every op, whatever the cut points."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.op_of = {op.name: op for op in graph.ops}
-        self.mutated = {name for name, buffer in graph.buffers.items() if buffer.mutated}
-        self.recomputed = self._recomputed()
-
-    def _recomputed(self) -> frozenset[str]:
-        """Results that each stage computes for itself instead of receiving them."""
-        graph = self.graph
-        sources: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in graph.inputs}
-        sources |= {name: frozenset() for name in (*graph.constants, *(graph.buffers.keys() - self.mutated))}
-        chosen: set[str] = set()
-        for op in graph.ops:
-            names = op_refs(op)
-            changes = op.target != GETITEM and (is_in_place(op.target) or base_name(op.target) in STATISTICS)
-            if op.random is not None or changes or any(name not in sources for name in names):
-                continue
-            sources[op.name] = frozenset().union(*(sources[name] for name in names))
-            value = graph.values.get(op.name)
-            input_bytes = sum(graph.values[name].spec.packed.nbytes for name in sources[op.name])
-            if not input_bytes or (value is not None and value.spec.packed.nbytes >= input_bytes):
-                chosen.add(op.name)
-        # An op with several results has no size of its own: it goes with the results read from it.
-        for op in graph.ops:
-            if op.target == GETITEM and op.name in chosen:
-                chosen.add(op_refs(op)[0])
-        return frozenset(chosen & sources.keys())
-
-    def tensor_bytes(self, name: str) -> int:
-        return self.graph.values[name].spec.packed.nbytes
-
-
-def candidate_cuts(graph: OpGraph) -> list[Cut]:
-    """The narrow places: where fewer bytes cross than just before and after, in op order. In a chain of blocks these
-    are the block borders (and the borders of their halves)."""
-    cuts = boundary_bytes(graph)
-    narrow: list[Cut] = []
-    start = 0
-    while start < len(cuts):
-        end = start
-        while end + 1 < len(cuts) and cuts[end + 1].boundary_bytes == cuts[start].boundary_bytes:
-            end += 1
-        here = cuts[start].boundary_bytes
-        falls = start == 0 or cuts[start - 1].boundary_bytes > here
-        rises = end + 1 == len(cuts) or cuts[end + 1].boundary_bytes > here
-        if falls and rises and here > 0:
-            narrow.append(cuts[end])  # of equally narrow places the last one: there the next block begins
-        start = end + 1
-    return narrow
-
-
 def _best_of(plateau: Sequence[Cut]) -> Cut:
     """Of equally narrow places, the one where the shallowest module begins: a block border."""
     return min(plateau, key=lambda cut: (cut.module.count("."), cut.op_index))
