@@ -66,9 +66,6 @@ class _Facts:
                 chosen.update(n for n in op_refs(op) if n in self.op_of)
         return frozenset(chosen)
 
-    def tensor_bytes(self, name: str) -> int:
-        return self.graph.values[name].spec.packed.nbytes
-
 
 def candidate_cuts(graph: OpGraph) -> list[Cut]:
     """The narrow places: where fewer bytes cross than just before and after, in op order. In a chain of blocks these
@@ -87,11 +84,6 @@ def candidate_cuts(graph: OpGraph) -> list[Cut]:
             narrow.append(cuts[end])  # of equally narrow places the last one: there the next block begins
         start = end + 1
     return narrow
-
-
-def _best_of(plateau: Sequence[Cut]) -> Cut:
-    """Of equally narrow places, the one where the shallowest module begins: a block border."""
-    return min(plateau, key=lambda cut: (cut.module.count("."), cut.op_index))
 
 
 def boundary_bytes(graph: OpGraph) -> list[Cut]:
