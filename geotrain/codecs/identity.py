@@ -22,7 +22,8 @@ def _encode(tensor: torch.Tensor, state: None) -> tuple[Payload, None]:
             if stride == 0:
                 packed = packed.narrow(d, 0, 1)
         packed = packed.permute(spec.dims_in_memory)
-    flat = packed.contiguous().view(-1).view(torch.uint8).cpu()
+    # as_strided, because the one element of an expanded scalar keeps its stride 0 through contiguous() and view()
+    flat = packed.contiguous().as_strided((packed.numel(),), (1,)).view(torch.uint8).cpu()
     return [memoryview(flat.numpy())] if flat.numel() else [], None
 
 
