@@ -42,10 +42,11 @@ def receiver(pipe: Connection) -> None:
 async def receive(pipe: Connection) -> None:
     """Serves both; answers each run's last byte with one small message."""
     transport: DirectTransport
+    answers: set[asyncio.Future[Any]] = set()
 
     def on_frame(src: str, frame: Frame) -> None:
         if frame.key.step == 1:
-            asyncio.ensure_future(transport.send(src, frame_of(torch.zeros(1), 1)))
+            answers.add(asyncio.ensure_future(transport.send(src, frame_of(torch.zeros(1), 1))))
 
     transport = DirectTransport("b", run="bench", token=TOKEN, on_frame=on_frame, on_lost=lambda *_: None)
     address = await transport.start()
@@ -63,9 +64,7 @@ async def receive(pipe: Connection) -> None:
     pipe.send((address, port))
     transport.set_roster(1, {"a": pipe.recv()}, lambda *_: None)
     while True:
-        while not pipe.poll():
-            await asyncio.sleep(0.02)
-        if pipe.recv() is None:
+        if await asyncio.to_thread(pipe.recv) is None:
             await transport.close()
             await server.stop(None)
             return

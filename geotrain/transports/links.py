@@ -1,0 +1,325 @@
+"""What all transports over streams share: who links with whom, hello, frames in and out, and the end. I/O (asyncio).
+
+A stream carries one pair's frames of one epoch, both ways. Whoever dials says hello first (protocol version, run,
+epoch, names, and a proof of the run's token, which itself never travels); the other side answers with a proof of its
+own, or with the reason why it refuses.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol, cast
+
+import msgpack
+
+from .. import wire
+from ..base import PROTOCOL_VERSION, Frame, LinkUse
+from ..errors import GeotrainError, PeerLost, RemoteProtocolError
+from ..topology import Topology
+from .base import Admit, OnFrame, OnLost, dials
+from .shaping import Shaper, Write
+
+CHUNK_BYTES = 1 << 20
+"""No message is larger: gRPC's best rate at little memory."""
+
+HELLO_S = 20.0
+"""A stream that has not said hello by then is dropped; a peer that cannot be reached for so long is lost."""
+
+_ROSTER_S = 60.0
+"""How long a hello waits for this side's roster: peers learn of a new epoch one after the other."""
+
+_WAITING_HELLOS = 256
+_HELLO_BYTES = 1024
+_REFUSAL = b"!"
+
+
+class Stream(Protocol):
+    """A connection that keeps messages whole. Both raise `ConnectionError` when it is broken."""
+
+    async def read(self) -> bytes:
+        """The next message; empty at the end."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Returns when there is room for more."""
+        ...
+
+
+class _Link:
+    """One peer in one epoch: the frames that wait to leave, and why it ended, if it has."""
+
+    def __init__(self, peer: str, epoch: int) -> None:
+        self.peer = peer
+        self.epoch = epoch
+        self.taken = False
+        self.ended: str | None = None
+        self.over = asyncio.Event()
+        self.more = asyncio.Event()
+        self.waiting: deque[tuple[Frame, asyncio.Future[LinkUse]]] = deque()
+        self.leaving: asyncio.Future[LinkUse] | None = None
+
+    def end(self, reason: str) -> None:
+        self.ended = reason
+        self.over.set()
+        for future in (self.leaving, *(future for _, future in self.waiting)):
+            if future is not None and not future.done():
+                future.set_exception(PeerLost(reason))
+        self.waiting.clear()
+
+
+class StreamTransport:
+    """All of a `Transport` but the streams themselves: a subclass dials in `connect` and calls `accept`.
+
+    Args:
+        run, token: the run's name and secret; who lacks them is refused.
+        topology: whose rates and delays to keep, if any.
+    """
+
+    def __init__(
+        self, name: str, *, run: str, token: bytes, on_frame: OnFrame, on_lost: OnLost, topology: Topology | None
+    ) -> None:
+        self.name = name
+        self._run, self._token = run, token
+        self._on_frame, self._on_lost = on_frame, on_lost
+        self._shaper = None if topology is None else Shaper(topology, name)
+        self._epoch = 0
+        self._links: dict[str, _Link] = {}
+        self._admit: Admit = _nothing
+        self._dialling: set[asyncio.Task[None]] = set()
+        self._hellos = 0
+        self._moved = asyncio.Event()
+        self._closed = False
+
+    def connect(self, address: str) -> AbstractAsyncContextManager[Stream]:
+        """A stream to whoever listens at `address`."""
+        raise NotImplementedError
+
+    def set_roster(self, epoch: int, addresses: Mapping[str, str], admit: Admit) -> None:
+        self._end_links(f"epoch {self._epoch} is over")
+        self._epoch, self._admit = epoch, admit
+        self._links = {name: _Link(name, epoch) for name in addresses if name != self.name}
+        for link in self._links.values():
+            if dials(self.name, link.peer):
+                task = asyncio.create_task(self._dial(link, addresses[link.peer]))
+                self._dialling.add(task)
+                task.add_done_callback(self._dialling.discard)
+        self._wake_hellos()
+
+    async def send(self, dst: str, frame: Frame) -> LinkUse:
+        link = self._links.get(dst)
+        if link is None or frame.key.epoch != link.epoch:
+            raise PeerLost(f"{dst} is not linked in epoch {frame.key.epoch}")
+        if link.ended is not None:
+            raise PeerLost(link.ended)
+        future: asyncio.Future[LinkUse] = asyncio.get_running_loop().create_future()
+        link.waiting.append((frame, future))
+        link.more.set()
+        return await future
+
+    async def close(self) -> None:
+        self._closed = True
+        self._end_links(f"{self.name} has left")
+        self._wake_hellos()
+        if self._dialling:
+            await asyncio.wait(self._dialling)
+
+    def _end_links(self, reason: str) -> None:
+        for link in self._links.values():
+            link.end(reason)
+        self._links = {}
+
+    def _wake_hellos(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    # One stream.
+
+    async def _dial(self, link: _Link, address: str) -> None:
+        greeting = asyncio.create_task(self._dialled(link, address))
+        over = asyncio.create_task(link.over.wait())
+        await asyncio.wait((greeting, over), return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        greeting.cancel()
+        reason = f"{link.peer} does not answer at {address}"
+        try:
+            reason = await greeting
+        except (ConnectionError, TimeoutError, asyncio.CancelledError):
+            pass
+        finally:
+            self._lose(link, reason)
+
+    async def _dialled(self, link: _Link, address: str) -> str:
+        """The whole life of a stream that we open; returns why it ended."""
+        hello = _Hello(PROTOCOL_VERSION, self._run, link.epoch, self.name, link.peer, secrets.token_bytes(16))
+        async with self.connect(address) as stream:
+            await asyncio.wait_for(stream.write(hello.to_bytes(self._token)), HELLO_S)
+            answer = await asyncio.wait_for(stream.read(), _ROSTER_S + HELLO_S)
+            if answer.startswith(_REFUSAL):
+                return f"{link.peer} refuses: {answer[1:_HELLO_BYTES].decode(errors='replace')}"
+            if not hmac.compare_digest(answer, hello.proof(self._token, "welcome")):
+                return f"{link.peer} does not know the run's secret"
+            return await self._carry(link, stream)
+
+    async def accept(self, stream: Stream) -> None:
+        """The whole life of a stream that somebody else opened."""
+        try:
+            data = await asyncio.wait_for(stream.read(), HELLO_S)
+            try:
+                hello = _Hello.from_bytes(data, self._token)
+                link = await self._expected(hello)
+            except RemoteProtocolError as error:
+                await stream.write(_REFUSAL + str(error).encode()[: _HELLO_BYTES - 1])
+                return
+        except (ConnectionError, TimeoutError):
+            return
+        reason = f"the connection to {link.peer} ended"
+        try:
+            await stream.write(hello.proof(self._token, "welcome"))
+            reason = await self._carry(link, stream)
+        except ConnectionError:
+            pass
+        finally:  # a broken connection may cancel us
+            self._lose(link, reason)
+
+    async def _expected(self, hello: "_Hello") -> _Link:
+        """The link that a hello is for; waits for the roster that names it. Raises `RemoteProtocolError`."""
+        if hello.run != self._run or hello.dst != self.name:
+            raise RemoteProtocolError(f"this is {self.name} of run {self._run!r}, not {hello.dst} of {hello.run!r}")
+        if self._hellos >= _WAITING_HELLOS:
+            raise RemoteProtocolError("too many peers wait to be linked")
+        self._hellos += 1
+        try:
+            async with asyncio.timeout(_ROSTER_S):
+                while hello.epoch > self._epoch and not self._closed:
+                    moved = self._moved
+                    await moved.wait()
+        except TimeoutError:
+            pass  # the epochs differ
+        finally:
+            self._hellos -= 1
+        link = self._links.get(hello.src)
+        if hello.epoch != self._epoch:
+            raise RemoteProtocolError(f"{self.name} is in epoch {self._epoch}, not in {hello.epoch}")
+        if link is None or dials(self.name, hello.src):
+            raise RemoteProtocolError(f"{hello.src} is not one that dials {self.name} in epoch {self._epoch}")
+        if link.taken:
+            raise RemoteProtocolError(f"{hello.src} is linked already")
+        link.taken = True
+        return link
+
+    async def _carry(self, link: _Link, stream: Stream) -> str:
+        """Frames both ways, until one side ends it; returns why."""
+        tasks = [asyncio.create_task(self._receive(link, stream)), asyncio.create_task(link.over.wait())]
+        if self._shaper is None:
+            tasks.append(asyncio.create_task(self._transmit(link, stream.write, CHUNK_BYTES)))
+        else:
+            shaped = self._shaper.out(link.peer, stream.write)
+            size = self._shaper.piece_bytes(link.peer, CHUNK_BYTES)
+            tasks.append(asyncio.create_task(self._transmit(link, shaped.write, size, shaped.idle)))
+            tasks.append(asyncio.create_task(shaped.run()))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        for task in done:
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, GeotrainError):
+                return str(error)
+            if error is not None and not isinstance(error, ConnectionError):
+                raise error
+        return f"the connection to {link.peer} ended"
+
+    async def _receive(self, link: _Link, stream: Stream) -> None:
+        def admit(header: wire.FrameHeader) -> None:
+            if header.run != self._run or header.key.epoch != link.epoch:
+                raise RemoteProtocolError(f"{link.peer} sends a frame of another run or epoch")
+            self._admit(link.peer, header.key, header.codec, header.spec, header.nbytes, header.absent)
+
+        parser = wire.FrameParser(admit)
+        while chunk := await stream.read():
+            if self._shaper is not None:
+                await self._shaper.into(link.peer, len(chunk))
+            for frame in parser.feed(chunk):
+                if link.ended is None:
+                    self._on_frame(link.peer, frame)
+
+    async def _transmit(self, link: _Link, write: Write, size: int, idle: Any = None) -> None:
+        while True:
+            if not link.waiting:
+                link.more.clear()
+                await link.more.wait()
+                if idle is not None:
+                    idle()
+            frame, link.leaving = link.waiting.popleft()
+            if not link.leaving.done():
+                await self._send_one(link, frame, link.leaving, write, size)
+
+    async def _send_one(
+        self, link: _Link, frame: Frame, future: asyncio.Future[LinkUse], write: Write, size: int
+    ) -> None:
+        """Once begun, a frame is sent to its end, whether or not somebody still waits for it."""
+        try:
+            buffers = wire.encode(frame, self._run)
+        except ValueError as error:
+            future.set_exception(error)
+            return
+        start_s, nbytes = time.monotonic(), 0
+        for piece in wire.pieces(buffers, size):
+            await write(piece)
+            nbytes += len(piece)
+        if not future.done():
+            future.set_result(LinkUse(self.name, link.peer, nbytes, time.monotonic() - start_s))
+
+    def _lose(self, link: _Link, reason: str) -> None:
+        if link.ended is None:
+            link.end(reason)
+            self._on_lost(link.peer, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """The first message of a stream: from whom, to whom, for which run and epoch."""
+
+    version: int
+    run: str
+    epoch: int
+    src: str
+    dst: str
+    nonce: bytes
+
+    def proof(self, token: bytes, role: str) -> bytes:
+        """What only those make who have the token."""
+        return hmac.digest(token, cast(bytes, msgpack.packb([role, *astuple(self)])), hashlib.sha256)
+
+    def to_bytes(self, token: bytes) -> bytes:
+        return cast(bytes, msgpack.packb([*astuple(self), self.proof(token, "hello")]))
+
+    @staticmethod
+    def from_bytes(data: bytes, token: bytes) -> "_Hello":
+        """Raises `RemoteProtocolError` with what is wrong."""
+        try:
+            if len(data) > _HELLO_BYTES:
+                raise ValueError
+            version, *rest = msgpack.unpackb(data, max_array_len=16, max_map_len=0, max_ext_len=0)
+            if type(version) is int and version != PROTOCOL_VERSION:
+                raise RemoteProtocolError(f"this run speaks protocol {PROTOCOL_VERSION}, not {version}")
+            if [type(field) for field in (version, *rest)] != [int, str, int, str, str, bytes, bytes]:
+                raise ValueError
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+            raise RemoteProtocolError("a stream begins with a hello") from None
+        *fields, proof = rest
+        hello = _Hello(version, *fields)
+        if not hmac.compare_digest(proof, hello.proof(token, "hello")):
+            raise RemoteProtocolError("the run's secret is wrong; use the ticket that the coordinator printed last")
+        return hello
+
+
+def _nothing(*_: object) -> None:
+    raise RemoteProtocolError("no frame is expected")
