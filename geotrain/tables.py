@@ -63,6 +63,8 @@ def _explain(kind: type[Section], error: ValidationError) -> str:
     first = error.errors()[0]
     section, key = _locate(kind, first["loc"])
     where = f"[{section[0]}] " if section[0] else ""
+    if section[0] and isinstance(first["loc"][1], int):
+        where = f"[[{section[0]}]] number {first['loc'][1] + 1}: "
     value = repr(first["input"])[:60]
     match first["type"]:
         case "extra_forbidden":
@@ -86,8 +88,8 @@ def _explain(kind: type[Section], error: ValidationError) -> str:
 
 
 def _locate(kind: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, str], str]:
-    """((section, its kind), key) of a complaint."""
-    parts = [str(p) for p in loc]
+    """((section, its kind), key) of a complaint. An array of tables is a section with a number."""
+    parts = [str(p) for i, p in enumerate(loc) if i != 1 or not isinstance(p, int)]
     names = {(path, name) for path, name, _ in _sections(kind)}
     if len(parts) > 2 and (parts[0], parts[1]) in names:
         return (parts[0], parts[1]), parts[2]
