@@ -141,8 +141,20 @@ class FactoryModel(Section):
     """meta: the function runs on the meta device and peers make the weights; real: it makes them here."""
 
 
+class ModuleModel(Section):
+    """[model] kind = "module": one that a Python program gave to `Trainer`, with its data; no file can say more."""
+
+    kind: Literal["module"]
+
+    context: Count = 1
+    """Not used; every kind has it."""
+
+
 ModelConfig = Annotated[
-    Annotated[GptModel, Tag("gpt")] | Annotated[HfModel, Tag("hf")] | Annotated[FactoryModel, Tag("factory")],
+    Annotated[GptModel, Tag("gpt")]
+    | Annotated[HfModel, Tag("hf")]
+    | Annotated[FactoryModel, Tag("factory")]
+    | Annotated[ModuleModel, Tag("module")],
     kind_or("gpt"),
 ]
 

@@ -143,13 +143,14 @@ class Recorder:
             return []
         rows: list[dict[str, Any]] = []
         for index, stage in enumerate(self._planned.plan.stages):
-            measured = [_seconds_of(r, "compute") for s in self._recent for r in s.stages if r.stage == index]
+            measured = [_busy_seconds(r) for s in self._recent for r in s.stages if r.stage == index]
             rows.append(
                 {
                     "stage": index, "peer": stage.peer, "first_op": stage.first_op, "end_op": stage.end_op,
                     "ops": self._planned.stage_ops[index], "blocks": self._planned.stage_blocks[index],
-                    "window": stage.window, "predicted_compute_seconds": stage.compute_seconds,
-                    "measured_compute_seconds": statistics.median(measured) if measured else None,
+                    "window": stage.window,
+                    "predicted_busy_seconds": stage.compute_seconds * self._planned.plan.microbatches,
+                    "measured_busy_seconds": statistics.median(measured) if measured else None,
                     "predicted_memory_bytes": stage.memory_bytes,
                 }
             )  # fmt: skip
@@ -235,5 +236,6 @@ def _source(label: str, plan: Plan) -> str:
     return where or COORDINATOR
 
 
-def _seconds_of(report: StageReport, activity: str) -> float:
-    return sum(span.end_s - span.start_s for span in report.spans if span.activity == activity)
+def _busy_seconds(report: StageReport) -> float:
+    """Computing and resting by the duty cap, for a planner counts a capped peer as a slower one."""
+    return sum(span.end_s - span.start_s for span in report.spans if span.activity in ("compute", "rest"))

@@ -95,6 +95,8 @@ class Status:
                 self.message = f"{name} is gone: {reason}"
             case events.Ended(_, reason):
                 self.message = f"ended: {reason}"
+                for peer in self.peers.values():
+                    peer.doing = ""
             case _:
                 pass
 
@@ -219,7 +221,7 @@ class PlainView:
         with self._lock:
             if self._clock() - self._spoke_s < QUIET_S:
                 return
-            peers = "; ".join(f"{peer.name} {peer.doing}" for peer in self._status.peers.values())
+            peers = "; ".join(f"{peer.name} {peer.doing}" for peer in self._status.peers.values() if peer.doing)
             self._say(f"{self._status.message}" + (f" ({peers})" if peers else ""))
 
     def _watch(self) -> None:

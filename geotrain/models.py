@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import FactoryModel, GptModel, HfModel, ModelConfig
+from .config import FactoryModel, GptModel, HfModel, ModelConfig, ModuleModel
 from .errors import ConfigError, DataError, UserError
 
 
@@ -48,6 +48,8 @@ def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
                 return _hugging_face(config, vocab_size).train()
         case FactoryModel():
             return _from_factory(config).train()
+        case ModuleModel():
+            raise ConfigError('[model] kind = "module" is of a Python program; run that, or set kind to factory')
 
 
 @contextmanager

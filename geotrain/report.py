@@ -14,7 +14,7 @@ from .words import count, duration, size
 
 Facts = Mapping[str, Any]
 
-ACTIVITY_WORDS = {
+_WORDS = {
     "compute": "computing",
     "rest": "resting (duty cap)",
     "sending": "waiting for a link",
@@ -169,16 +169,16 @@ def _bar(span: Mapping[str, Any]) -> Bar:
 def _seconds(facts: Facts) -> str:
     steps = max(len(facts["losses"]), 1)
     rows = [
-        (f"{p['stage']}: {p['name']}", {ACTIVITY_WORDS[a]: s / steps for a, s in p["seconds_by_activity"].items()})
+        (f"{p['stage']}: {p['name']}", {_WORDS[a]: s / steps for a, s in p["seconds_by_activity"].items()})
         for p in facts["peers"]
         if sum(p["seconds_by_activity"].values()) > 0
     ]
     if not rows:
         return ""
-    used = [a for a in ACTIVITIES if any(parts[ACTIVITY_WORDS[a]] > 0 for _, parts in rows)]
-    chart = stacked_bars(rows, "seconds a step", [(ACTIVITY_WORDS[a], a) for a in used])
-    head = ["stage: peer", *(ACTIVITY_WORDS[a] for a in used)]
-    body = [[name, *(duration(parts[ACTIVITY_WORDS[a]]) for a in used)] for name, parts in rows]
+    used = [a for a in ACTIVITIES if any(parts[_WORDS[a]] > 0 for _, parts in rows)]
+    chart = stacked_bars(rows, "seconds a step", [(_WORDS[a], a) for a in used])
+    head = ["stage: peer", *(_WORDS[a] for a in used)]
+    body = [[name, *(duration(parts[_WORDS[a]]) for a in used)] for name, parts in rows]
     return chart + _table(head, body)
 
 
@@ -203,12 +203,12 @@ def _plan(facts: Facts) -> str:
     rows = [
         [
             f"{s['stage']}: {s['peer']}", f"{s['ops']} ({s['first_op']} to {s['end_op'] - 1})", s["blocks"],
-            str(s["window"]), _predicted(s["predicted_compute_seconds"], s["measured_compute_seconds"]),
+            str(s["window"]), _predicted(s["predicted_busy_seconds"], s["measured_busy_seconds"]),
             size(s["predicted_memory_bytes"]),
         ]
         for s in facts["stages"]
     ]  # fmt: skip
-    head = ["stage: peer", "ops", "from - to", "window", "compute a step: predicted, measured", "memory, predicted"]
+    head = ["stage: peer", "ops", "from - to", "window", "busy a step: predicted, measured", "memory, predicted"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in facts["plan_notes"])
     step = _predicted(facts["predicted_step_seconds"], facts["median_step_seconds"])
     step_note = f'<p class="note">A step: predicted, measured: {step}.</p>' if facts["predicted_step_seconds"] else ""

@@ -1,0 +1,5 @@
+"""`python -m geotrain` is `geotrain`. I/O."""
+
+from .cli import main
+
+main()

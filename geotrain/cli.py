@@ -1,0 +1,157 @@
+"""The `geotrain` command. I/O. Every verb imports what it needs, so that `--help` is quick."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from .errors import GeotrainError, UserError
+
+# Newer versions of Typer carry a copy of click: this is the one that it raises.
+ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+DEFAULT_PORT = 7643
+"""Where a coordinator listens unless told otherwise: the one port that its owner's router has to forward."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train one PyTorch model across many odd machines and slow links.",
+)
+
+
+def main() -> NoReturn:
+    """Run the command line. A mistake of the user's is one line and exit code 2; Ctrl+C is 130."""
+    try:
+        code: Any = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except GeotrainError as error:
+        _say_error(str(error))
+        sys.exit(2)
+    except ClickException as error:
+        _say_error(f"{error.format_message()}; see geotrain --help")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        _say_error("interrupted")
+        sys.exit(130)
+
+
+def _say_error(text: str) -> None:
+    print(f"geotrain: {' '.join(text.split())}", file=sys.stderr)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 40,
+    peers: Annotated[int, typer.Option(min=1, help="Peer processes to start.")] = 4,
+    topology: Annotated[Path | None, typer.Option(help="TOML file of peers and links to act out.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Weights, data order and sample follow from it.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write all facts of the run to this file.")] = None,
+) -> int:
+    """Train a small GPT on this machine: a coordinator and 4 peers on links like those between homes."""
+    from .demo import demo as run
+
+    return run(steps=steps, peers=peers, topology=topology, seed=seed, json_path=json)
+
+
+@app.command()
+def coordinator(
+    job: Annotated[Path | None, typer.Argument(help="The job, a TOML file.", show_default=False)] = None,
+    plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    host: Annotated[str, typer.Option(help="Interface to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = DEFAULT_PORT,
+    advertise: Annotated[
+        list[str] | None, typer.Option(help="host:port that peers dial, if not this machine's own address.")
+    ] = None,
+    peers: Annotated[int | None, typer.Option(min=1, help="Peers to wait for, instead of the job's.")] = None,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for that many peers.")] = 3600.0,
+    topology: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all facts of the run to this file.")] = None,
+) -> int:
+    """Coordinate a job: print a ticket, wait for peers to join with it, train."""
+    from .coordinate import coordinate
+
+    return coordinate(
+        job, plan=plan, resume=resume, host=host, port=port, advertise=advertise or [], peers=peers, wait_s=wait,
+        topology=topology, json_path=json,
+    )  # fmt: skip
+
+
+@app.command()
+def join(
+    ticket: Annotated[str, typer.Argument(help="What the coordinator printed; - reads it from standard input.")],
+    duty: Annotated[float, typer.Option(help="Share of the time that this machine may compute.")] = 1.0,
+    memory: Annotated[float | None, typer.Option(help="GiB it may use; by default most of what is free.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps or xpu.")] = "auto",
+    name: Annotated[str | None, typer.Option(help="What others see; by default made from the host's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.")] = None,
+    host: Annotated[str, typer.Option(help="Interface to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
+    advertise: Annotated[str, typer.Option(help="host:port that others dial, behind a forwarded port.")] = "",
+    topology: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> int:
+    """Join a run and work for it until it ends. Ctrl+C: leave once the step is finished and handed over."""
+    from json import dumps
+
+    from .config import PeerConfig
+    from .local import read_topology
+    from .peer import main as work
+    from .tables import parse
+
+    options = {
+        "duty": duty, "memory_gib": memory, "device": device, "name": name, "threads": threads, "host": host,
+        "port": port, "advertise": advertise,
+    }  # fmt: skip
+    config = parse(PeerConfig, dumps(options), "geotrain join", None)
+    shape = read_topology(topology) if topology is not None else None
+    child = ticket == "-"
+    if child:
+        ticket = sys.stdin.readline()
+        if not ticket.strip():
+            raise UserError("standard input ended before a ticket came")
+    return work(config, ticket, topology=shape, parent_pipe=child)
+
+
+@app.command()
+def plan(
+    job: Annotated[Path, typer.Argument(help="The job, a TOML file.")],
+    topology: Annotated[Path, typer.Option(help="TOML file of the peers to plan for.")],
+    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
+) -> None:
+    """Make a plan without training: which peer runs what. Use it with `geotrain coordinator --plan`."""
+    from .coordinate import write_plan
+
+    write_plan(job, topology, out)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write model.safetensors.")],
+) -> None:
+    """Write the newest checkpoint as one safetensors file, or as a Hugging Face folder if the job came from one."""
+    from .checkpoint import export as write
+
+    print(write(run, folder))
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Let the newest checkpoint continue a text."""
+    from .generate import TextModel
+
+    model = TextModel(run)
+    print(prompt, end="", flush=True)
+    for text in model.sample(prompt, tokens=tokens, temperature=temperature, seed=seed):
+        print(text, end="", flush=True)
+    print()
