@@ -114,8 +114,9 @@ class Coordinator:
             COORDINATOR, run=run, token=self._token, on_frame=lambda src, frame: None,
             on_lost=lambda name, reason: None,
         )  # fmt: skip
+        specs = {name: self.graph.values[name].spec for name in self.graph.inputs}
         self._feeder = Feeder(
-            self._source, self._state.settings, self.job.train.microbatches, self._transport.send,
+            self._source, specs, self._state.settings, self.job.train.microbatches, self._transport.send,
             self._data_failed,
         )  # fmt: skip
 
@@ -392,5 +393,5 @@ def _part(session: channel.Session, reason: str, refused: bool = False) -> None:
     session.close()
 
 
-def _refuse_frames(*_: object) -> int:
+def _refuse_frames(*_: object) -> None:
     raise RemoteProtocolError("the coordinator takes no frames")

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from .base import Direction, Frame, FrameKey
+from .base import Direction, Frame, FrameKey, TensorSpec
 from .codecs import get_codec
 from .data import Source
-from .errors import PeerLost
+from .errors import DataError, PeerLost
 from .graph.serial import tensor_spec
 from .runstate import Settings
 
@@ -17,18 +17,20 @@ STEPS_AHEAD = 2
 
 
 class Feeder:
-    """Feeds one epoch after another. `send(peer, frame)` waits for room on that link; `on_error` is told if
-    the data fails."""
+    """Feeds one epoch after another. `specs` are the model's inputs; `send(peer, frame)` waits for room on that link;
+    `on_error` is told if the data fails."""
 
     def __init__(
         self,
         source: Source,
+        specs: Mapping[str, TensorSpec],
         settings: Settings,
         microbatches: int,
         send: Callable[[str, Frame], Awaitable[object]],
         on_error: Callable[[Exception], None],
     ) -> None:
         self._source = source
+        self._specs = specs
         self._settings = settings
         self._microbatches = microbatches
         self._send = send
@@ -74,10 +76,19 @@ class Feeder:
         except Exception as error:
             self._on_error(error)
 
+    def _check(self, name: str, batch: Mapping[str, Tensor]) -> None:
+        if name not in batch:
+            raise DataError(f"a microbatch lacks the model's input {name!r}; it has {', '.join(batch)}")
+        spec, wanted = tensor_spec(batch[name]), self._specs[name]
+        if (spec.shape, spec.dtype) != (wanted.shape, wanted.dtype):
+            ours, theirs = (f"{s.dtype}{list(s.shape)}" for s in (wanted, spec))
+            raise DataError(f"input {name!r} is {theirs}, the model was captured with {ours}; shapes are static")
+
     async def _deliver(self, key: FrameKey, batch: Mapping[str, Tensor], readers: Mapping[str, Sequence[str]]) -> None:
         direction: Direction = key.direction
         sends: list[Awaitable[object]] = []
         for name, peers in readers.items():
+            self._check(name, batch)
             payload, _ = get_codec("identity").encode(batch[name], None)
             frame_key = FrameKey(key.epoch, key.step, key.microbatch, name, direction)
             frame = Frame(frame_key, "identity", tensor_spec(batch[name]), list(payload))

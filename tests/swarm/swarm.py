@@ -37,6 +37,7 @@ class Net(nn.Module):
 
     def __init__(self, width=12):
         super().__init__()
+        self.table = nn.Embedding(10, width)
         self.inp = nn.Linear(width, width)
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
         self.norm = nn.BatchNorm1d(width)
@@ -46,7 +47,7 @@ class Net(nn.Module):
         self.layers[2].bias.requires_grad_(False)
 
     def forward(self, x, y):
-        h = first = self.drop(torch.tanh(self.inp(x)))
+        h = first = self.drop(torch.tanh(self.inp(self.table(x))))
         for layer in self.layers:
             h = h + self.drop(torch.tanh(layer(h)))
         return ((self.out(self.norm(h) + first) - y) ** 2).mean()
@@ -54,8 +55,13 @@ class Net(nn.Module):
 
 def batches(count, seed, width=12):
     generator = torch.Generator().manual_seed(seed)
+    size = 2 * MICROBATCHES
     return [
-        {name: torch.randn(2 * MICROBATCHES, width, generator=generator) for name in ("x", "y")} for _ in range(count)
+        {
+            "x": torch.randint(0, 10, (size,), generator=generator),
+            "y": torch.randn(size, width, generator=generator),
+        }
+        for _ in range(count)
     ]
 
 

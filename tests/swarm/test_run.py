@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from geotrain import channel, config, events
+from geotrain.data import BatchSource
 from geotrain.errors import UserError
 from geotrain.ledger import Ledger
 
@@ -99,16 +100,21 @@ def test_a_peer_that_wants_to_leave_hands_over(tmp_path):
     assert audit(tmp_path)[1] == []
 
 
-def test_a_failure_in_a_stage_is_one_line(tmp_path, monkeypatch):
-    job = swarm.job()
-    data = swarm.source()
-    monkeypatch.setattr(swarm, "source", lambda seconds=0.0: data)
-    plain = data.train
-    data.train = lambda step, microbatch: {
-        name: tensor if step < 2 else tensor[:1] for name, tensor in plain(step, microbatch).items()
-    }
-    with pytest.raises(UserError) as error:
-        swarm.train(tmp_path, job)
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda t: t + 100, "stage 0 on (anna|ben) failed: IndexError: index out of range in self"),
+        (lambda t: t[:1], r"the data cannot be read: input 'x' is int64\[1\], the model was captured with int64\[2\]"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(tmp_path, monkeypatch, change, line):
+    def train(self, step, microbatch):
+        batch = BatchSource.train(self, step, microbatch)
+        return batch if step < 2 else {**batch, "x": change(batch["x"])}
+
+    monkeypatch.setattr(swarm.Slow, "train", train)
+    with pytest.raises(UserError, match=line) as error:
+        swarm.train(tmp_path, swarm.job())
     assert "\n" not in str(error.value)
 
 
