@@ -88,9 +88,7 @@ class Ledger:
                 ],
             )
             values = [_number(value) if isinstance(value, float) else value for value in astuple(row)]
-            self._db.execute(
-                "INSERT INTO step_commit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (self.run, *values)
-            )
+            self._db.execute("INSERT INTO step_commit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (self.run, *values))
 
     def roll_back(self, step: int, epoch: int) -> int:
         """Forget everything from step number `step` on, because the run goes on from an older checkpoint;
@@ -173,9 +171,7 @@ def _disk(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise LocalError(
-            f"the ledger {path} cannot be used: {error}; check the disk's space and rights"
-        ) from error
+        raise LocalError(f"the ledger {path} cannot be used: {error}; check the disk's space and rights") from error
 
 
 def _number(value: float) -> float | None:
