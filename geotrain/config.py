@@ -292,6 +292,10 @@ class PipelineConfig(Section):
     peers: Count = 1
     """Peers to wait for before the start."""
 
+    stages: Count | None = None
+    """Exactly so many stages, as far as there are peers; by default as many as make the step fastest, and a peer
+    that would slow the run is left out."""
+
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
 
     plan: InputPath | None = None

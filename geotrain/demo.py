@@ -37,6 +37,7 @@ warmup_steps = 4
 
 [pipeline]
 peers = {peers}
+stages = {peers}
 
 [evaluate]
 microbatches = 6

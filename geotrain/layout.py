@@ -47,9 +47,11 @@ def lay_out(
                 "set train.microbatches or make a new plan"
             )
     else:
+        wanted = job.pipeline.stages
         plan = planner.plan(
             graph, peers, microbatches=train.microbatches, schedule=job.pipeline.schedule,
             optimizer=train.optimizer, momentum=train.momentum, links=links, epoch=epoch,
+            stages=None if wanted is None else min(wanted, len(peers)),
         )  # fmt: skip
     planner.check(plan, graph, peers, optimizer=train.optimizer, momentum=train.momentum)
     stages = tuple(cut(graph, [stage.first_op for stage in plan.stages[1:]]))

@@ -158,6 +158,7 @@ class Trainer:
             raise UserError("data given by a function has no end; give steps")
         folder = Path(run_dir) if run_dir is not None else Path("runs") / f"trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = _unused(folder) if run_dir is None else folder
+        count = len(plan.stages) if plan is not None else peers
         self._job = _job(
             run={"name": "trainer", "seed": seed},
             train={
@@ -166,7 +167,7 @@ class Trainer:
                 "clip_norm": clip_norm or 0.0, "lr_schedule": lr_schedule, "warmup_steps": warmup_steps, "min_lr_fraction": min_lr_fraction,
                 "autocast": autocast,
             },
-            pipeline={"peers": len(plan.stages) if plan is not None else peers, "schedule": schedule},
+            pipeline={"peers": count, "stages": count, "schedule": schedule},
             evaluate={"microbatches": self._source.held_out_microbatches},
         )  # fmt: skip
         self._plan, self._keep_gradients = plan, keep_gradients

@@ -22,9 +22,9 @@ from geotrain import config, events, optim
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
 from geotrain.graph import capture
+from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
 from geotrain.weights import WeightStore, save_module
-from tests.swarm import swarm
 
 
 def model(layers: int, hidden: int) -> tuple[torch.nn.Module, config.GptModel]:
@@ -68,7 +68,8 @@ def split_step_seconds(net, data, job, names, folder: Path) -> tuple[float, list
             on_event=seen.append,
         )  # fmt: skip
         ticket = await runner.start()
-        with swarm.peers(ticket, names):
+        with LocalPeers([LocalPeer(name) for name in names], folder / "logs") as peers:
+            peers.give(ticket)
             await runner.run()
 
     asyncio.run(asyncio.wait_for(whole(), 600))
