@@ -81,8 +81,9 @@ class Topology:
         return Topology({name: self.peers[name] for name in names}, links)
 
     def link(self, src: str, dst: str) -> Link:
-        """That direction's own rate and delay; the shared uplink and downlink are the peers'."""
-        return self._by_ends.get((src, dst)) or Link(src, dst, math.inf, 0.0)
+        """That direction's delay, and its rate while nothing else uses its ends."""
+        rate = min(self.up_bytes_per_s(src), self.down_bytes_per_s(dst))
+        return self._by_ends.get((src, dst)) or Link(src, dst, rate, 0.0)
 
     def up_bytes_per_s(self, name: str) -> float:
         """What all links from a peer share."""
@@ -91,10 +92,6 @@ class Topology:
     def down_bytes_per_s(self, name: str) -> float:
         """What all links to a peer share."""
         return self.peers[name].down_bytes_per_s if name in self.peers else math.inf
-
-    def rate_bytes_per_s(self, src: str, dst: str) -> float:
-        """The most that one direction carries while nothing shares its ends."""
-        return min(self.up_bytes_per_s(src), self.link(src, dst).rate_bytes_per_s, self.down_bytes_per_s(dst))
 
     @cached_property
     def _by_ends(self) -> dict[tuple[str, str], Link]:
@@ -115,8 +112,17 @@ def parse(text: str, source: str = "the topology") -> Topology:
             raise ConfigError(f"{source}: a link from {link.src} to itself; remove it")
     if COORDINATOR in peers:
         raise ConfigError(f"{source}: {COORDINATOR!r} is not a peer's name; choose another")
-    links = [Link(t.src, t.dst, _bytes_per_s(t.mbit_per_s), t.latency_ms / 1e3) for t in tables.link]
-    return Topology(peers, links)
+    return Topology(peers, [_link(link, peers) for link in tables.link])
+
+
+def _link(table: _LinkTable, peers: dict[str, TopologyPeer]) -> Link:
+    """With the rate that it can have: no link outruns its ends."""
+    rates = [_bytes_per_s(table.mbit_per_s)]
+    if table.src in peers:
+        rates.append(peers[table.src].up_bytes_per_s)
+    if table.dst in peers:
+        rates.append(peers[table.dst].down_bytes_per_s)
+    return Link(table.src, table.dst, min(rates), table.latency_ms / 1e3)
 
 
 def _peer(table: _PeerTable) -> TopologyPeer:

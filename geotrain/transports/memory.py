@@ -63,6 +63,7 @@ class MemoryTransport(StreamTransport):
         finally:
             there.close()
             back.close()
+            task.cancel()  # as gRPC does
             await asyncio.wait((task,))
 
     async def serve(self, pipe: "_Pipe") -> None:

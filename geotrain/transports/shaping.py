@@ -7,6 +7,7 @@ a sleep happened to end, so that late wake-ups do not cost rate either.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,9 @@ _EARLY_S = 0.001
 
 _LATE_S = 0.25
 """A sender that lags further behind (the machine is busy) does not make up for it."""
+
+_FAST = 1.25e9
+"""Bytes per second: on a link without a rate, what is under way is bounded as on one of 10 Gbit/s."""
 
 _CREDIT_S = 0.01
 """How much later than it could a piece may be read, without losing its place on the downlink."""
@@ -54,24 +58,21 @@ class Shaper:
 
     def piece_bytes(self, dst: str, most: int) -> int:
         """The size of messages to `dst`."""
-        return int(max(_LEAST_PIECE, min(most, _PIECE_S * self._topology.rate_bytes_per_s(self._name, dst))))
+        rate = self._topology.link(self._name, dst).rate_bytes_per_s
+        return int(max(_LEAST_PIECE, min(most, _PIECE_S * rate)))
 
     def out(self, dst: str, write: Write) -> "Out":
         link = self._topology.link(self._name, dst)
-        rate = self._topology.rate_bytes_per_s(self._name, dst)
-        under_way = rate * link.latency_s + 8 * self.piece_bytes(dst, 1 << 20)
-        # A link alone never outruns its receiver's downlink; that one settles only what several send at once.
-        own = Gate(min(link.rate_bytes_per_s, self._topology.down_bytes_per_s(dst)))
-        return Out(self._uplink, own, link.latency_s, under_way, write, self._clock)
+        under_way = min(link.rate_bytes_per_s, _FAST) * (link.latency_s + 8 * _PIECE_S)
+        return Out(self._uplink, Gate(link.rate_bytes_per_s), link.latency_s, under_way, write, self._clock)
 
     async def into(self, src: str, nbytes: int) -> None:
         """Waits until bytes that were just read from `src` have passed the downlink."""
-        if self._downlink.rate_bytes_per_s == float("inf"):
+        if self._downlink.rate_bytes_per_s == math.inf:
             return
-        topology, now_s = self._topology, self._clock()
-        rate = min(topology.up_bytes_per_s(src), topology.link(src, self._name).rate_bytes_per_s)
-        began_s = now_s - min(max(nbytes / rate, _CREDIT_S), _LATE_S)
-        await _sleep_until(self._downlink.passed_s(began_s, nbytes), now_s)
+        now_s = self._clock()
+        came_s = nbytes / self._topology.link(src, self._name).rate_bytes_per_s
+        await _sleep_until(self._downlink.passed_s(now_s - max(came_s, _CREDIT_S), nbytes), now_s)
 
 
 class Out:

@@ -41,15 +41,15 @@ def test_units_and_defaults() -> None:
         "ben": TopologyPeer(None, None, math.inf, math.inf, "", 1.0),
     }
     assert topology.links == [Link("anna", "ben", 5e5, 0.0125)]
-    assert topology.link("ben", "anna") == Link("ben", "anna", math.inf, 0.0)
+    assert topology.link("ben", "anna") == Link("ben", "anna", 1e7, 0.0)
 
 
 def test_the_narrowest_of_uplink_link_and_downlink_counts() -> None:
     topology = parse(TWO)
-    assert topology.rate_bytes_per_s("anna", "ben") == 5e5
-    assert topology.rate_bytes_per_s("ben", "anna") == 1e7
-    assert topology.rate_bytes_per_s(COORDINATOR, "anna") == 1e7
-    assert topology.rate_bytes_per_s(COORDINATOR, "ben") == math.inf
+    assert topology.link("anna", "ben").rate_bytes_per_s == 5e5
+    assert topology.link("ben", "anna").rate_bytes_per_s == 1e7
+    assert topology.link(COORDINATOR, "anna").rate_bytes_per_s == 1e7
+    assert topology.link(COORDINATOR, "ben").rate_bytes_per_s == math.inf
 
 
 @given(st.integers(1, 6))
@@ -118,6 +118,6 @@ def test_home_is_four_unequal_peers_and_two_more_on_home_lines() -> None:
         assert home.up_bytes_per_s(src) < home.down_bytes_per_s(src)
         for dst in home.peers:
             if src != dst:
-                assert 20 <= home.rate_bytes_per_s(src, dst) * 8 / 1e6 <= 100
+                assert 20 <= home.link(src, dst).rate_bytes_per_s * 8 / 1e6 <= 100
                 assert 0.005 <= home.link(src, dst).latency_s <= 0.040
         assert 0.005 <= home.link(COORDINATOR, src).latency_s <= 0.040
