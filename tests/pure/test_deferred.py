@@ -81,7 +81,7 @@ LAYERS = {
     "attention": lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True),
     "lstm": lambda: nn.LSTM(10, 20, 2, bidirectional=True),
     "gru": lambda: nn.GRU(10, 20),
-    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 2),
+    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(40, 30)),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(40, 30)),
     "bfloat16": lambda: nn.Linear(40, 30, dtype=torch.bfloat16),
