@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .layout import Layout, lay_out
 from .optim import clip_factor, lr_at
 from .results import Result
 from .runfolder import RunFolder
+from .topology import Topology
 from .transfers import GradientWriter, Shelf, Upload, checkpoint_sink
 from .transports.direct import DirectTransport
 from .weights import WeightStore
@@ -58,7 +60,7 @@ class Coordinator:
         port: int = 0,
         advertise: Sequence[str] = (),
         plan: Plan | None = None,
-        topology: Any = None,
+        topology: Topology | None = None,
         keep_gradients: bool = False,
         resume: bool = False,
         wait_s: float = 600.0,
@@ -112,7 +114,7 @@ class Coordinator:
         run = self.job.run.name
         self._transport = DirectTransport(
             COORDINATOR, run=run, token=self._token, on_frame=lambda src, frame: None,
-            on_lost=lambda name, reason: None,
+            on_lost=lambda name, reason: None, topology=self._topology,
         )  # fmt: skip
         specs = {name: self.graph.values[name].spec for name in self.graph.inputs}
         self._feeder = Feeder(
@@ -286,7 +288,9 @@ class Coordinator:
     async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
         try:
             given = self._given_plan if epoch == 1 else None
-            links = self._topology.links if self._topology is not None else ()
+            names = [peer.name for peer in peers]
+            shape = self._topology
+            links = [shape.link(*ends) for ends in permutations(names, 2)] if shape is not None else ()
             self._layouts[epoch] = await asyncio.to_thread(lay_out, self.job, self.graph, peers, epoch, given, links)
         except GeotrainError as error:
             self._post(runstate.PlanRefused(epoch, str(error)))

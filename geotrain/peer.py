@@ -30,6 +30,7 @@ from .graph.serial import tensor_spec
 from .identity import Ticket
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
 from .stagethread import Machine, StageThread
+from .topology import Topology
 from .transfers import plain
 from .transports.direct import DirectTransport
 from .weights import tensor_chunks, tensor_memory
@@ -45,7 +46,12 @@ class PeerProcess:
     """One stay in one run. `run` returns the exit code."""
 
     def __init__(
-        self, config: PeerConfig, ticket: Ticket, *, topology: Any = None, say: Callable[[str], None] = print
+        self,
+        config: PeerConfig,
+        ticket: Ticket,
+        *,
+        topology: Topology | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.name = config.name or f"{socket.gethostname().partition('.')[0][:50]}-{uuid.uuid4().hex[:4]}"
         self._config, self._ticket, self._say = config, ticket, say
@@ -53,7 +59,7 @@ class PeerProcess:
         self._dialled = Dialled(ticket)
         self._transport = DirectTransport(
             self.name, run=ticket.run, token=ticket.token, on_frame=self._on_frame, on_lost=self._on_lost,
-            host=config.host, port=config.port,
+            topology=topology, host=config.host, port=config.port,
         )  # fmt: skip
         self._stage: StageThread | None = None
         self._names: tuple[str, ...] = ()
@@ -269,7 +275,7 @@ def main(
     config: PeerConfig,
     ticket: str,
     *,
-    topology: Any = None,
+    topology: Topology | None = None,
     parent_pipe: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
@@ -286,7 +292,9 @@ def main(
     return asyncio.run(_run(config, Ticket.parse(ticket), topology, parent_pipe, say))
 
 
-async def _run(config: PeerConfig, ticket: Ticket, topology: Any, parent_pipe: bool, say: Callable[[str], None]) -> int:
+async def _run(
+    config: PeerConfig, ticket: Ticket, topology: Topology | None, parent_pipe: bool, say: Callable[[str], None]
+) -> int:
     peer = PeerProcess(config, ticket, topology=topology, say=say)
     loop = asyncio.get_running_loop()
     if not parent_pipe:
