@@ -43,7 +43,7 @@ def main() -> None:
     job = config.JobConfig(
         model=model,
         train=config.TrainConfig(steps=2, microbatches=2, microbatch_size=1),
-        pipeline=config.PipelineConfig(peers=a.peers),
+        pipeline=config.PipelineConfig(peers=a.peers, stages=a.peers),
         checkpoint=config.CheckpointConfig(every=0),
         evaluate=config.EvaluateConfig(every=0, microbatches=0),
     )

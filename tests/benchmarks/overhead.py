@@ -89,7 +89,7 @@ def main() -> None:
     train = config.TrainConfig(steps=a.steps, microbatches=a.microbatches, microbatch_size=a.size)
     job = config.JobConfig(
         train=train,
-        pipeline=config.PipelineConfig(peers=a.peers),
+        pipeline=config.PipelineConfig(peers=a.peers, stages=a.peers),
         checkpoint=config.CheckpointConfig(every=0),
         evaluate=config.EvaluateConfig(every=0),
     )
