@@ -28,6 +28,7 @@ from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolE
 from .graph import StageGraph, from_bytes
 from .graph.serial import tensor_spec
 from .identity import Ticket
+from .loops import run
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
 from .stagethread import Machine, StageThread
 from .topology import Topology
@@ -289,7 +290,7 @@ def main(
     if parent_pipe:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_die_with_parent, daemon=True).start()
-    return asyncio.run(_run(config, Ticket.parse(ticket), topology, parent_pipe, say))
+    return run(_run(config, Ticket.parse(ticket), topology, parent_pipe, say))
 
 
 async def _run(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from geotrain import config, optim, protocol
+from geotrain import config, loops, optim, protocol
 from geotrain.base import PROTOCOL_VERSION
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
@@ -171,7 +171,7 @@ def train(folder, job, names=("anna", "ben"), during=None, timeout_s=60, parent=
             outputs = [(code, process.stdout.read()) for code, process in zip(codes, processes, strict=True)]
         return result, outputs
 
-    result, outputs = asyncio.run(asyncio.wait_for(whole(), timeout_s))
+    result, outputs = loops.run(asyncio.wait_for(whole(), timeout_s))
     return result, seen, outputs
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from geotrain import channel, config, events
+from geotrain import channel, config, events, loops
 from geotrain.data import BatchSource
 from geotrain.errors import UserError
 from geotrain.ledger import Ledger
@@ -166,7 +166,7 @@ def test_a_peer_dies_with_its_parent(tmp_path):
         runner.stop()
         await running
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    loops.run(asyncio.wait_for(test(), 60))
 
 
 def test_bad_starts_are_one_line(tmp_path):
@@ -184,7 +184,7 @@ def test_bad_starts_are_one_line(tmp_path):
         with pytest.raises(UserError, match="0 of 2 peers joined within 1 s; give the ticket to more peers"):
             await runner.run()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    loops.run(asyncio.wait_for(test(), 60))
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
