@@ -160,11 +160,11 @@ class StreamTransport:
         async with self.connect(address) as stream:
             await asyncio.wait_for(stream.write(hello.to_bytes(self._token)), HELLO_S)
             answer = await asyncio.wait_for(stream.read(), _ROSTER_S + HELLO_S)
-            if answer.startswith(_REFUSAL):
+            if hmac.compare_digest(answer, hello.proof(self._token, "welcome")):
+                return await self._carry(link, stream)
+            if answer.startswith(_REFUSAL):  # as one proof of 256 does, too
                 return f"{link.peer} refuses: {answer[1:_HELLO_BYTES].decode(errors='replace')}"
-            if not hmac.compare_digest(answer, hello.proof(self._token, "welcome")):
-                return f"{link.peer} does not know the run's secret"
-            return await self._carry(link, stream)
+            return f"{link.peer} does not know the run's secret"
 
     async def accept(self, stream: Stream) -> None:
         """The whole life of a stream that somebody else opened."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc.aio
 import torch
+import xxhash
 
 from geotrain.base import Frame, FrameKey
 from geotrain.codecs import get_codec
@@ -133,6 +134,15 @@ async def measure(pipe: Connection, mib: int, rounds: int) -> dict[str, dict[str
     return results
 
 
+def checksum_cpu_s_per_gb() -> float:
+    """What the checksum costs, once at each end, of what `measure` tells as ours."""
+    data = torch.rand(1 << 20).numpy()
+    start = time.process_time()
+    for _ in range(64):
+        xxhash.xxh3_64_intdigest(data)
+    return 2 * (time.process_time() - start) / (64 * data.nbytes / 1e9)
+
+
 async def remote_cpu(pipe: Connection) -> float:
     pipe.send("cpu")
     return await asyncio.to_thread(pipe.recv)
@@ -149,6 +159,8 @@ def main() -> None:
     process = multiprocessing.get_context("spawn").Process(target=receiver, args=(there,), daemon=True)
     process.start()
     results = asyncio.run(measure(here, options.mib, options.rounds))
+    results["checksum"] = {"cpu_s_per_gb": checksum_cpu_s_per_gb()}
+    print(f"of which checksums, both ends: {results['checksum']['cpu_s_per_gb']:.2f} CPU s/GB")
     here.send(None)
     process.join(5)
     if options.json:

@@ -22,8 +22,9 @@ from geotrain.codecs import get_codec
 from geotrain.errors import PeerLost, RemoteProtocolError, UserError
 from geotrain.graph.serial import tensor_spec
 from geotrain.topology import Topology, parse
+from geotrain.transports import links
 from geotrain.transports.direct import DirectTransport
-from geotrain.transports.links import StreamTransport
+from geotrain.transports.links import StreamTransport, _Hello
 from geotrain.transports.memory import MemoryNetwork, MemoryTransport
 
 RUN, TOKEN = "some-run", b"a shared secret!"
@@ -301,6 +302,19 @@ def test_only_who_knows_the_secret_and_the_run_is_let_in(run: Run) -> None:
         with pytest.raises(PeerLost, match="refuses"):
             await members["bad-token"].send("host", frame_of(torch.ones(1)))
         assert members["host"].frames == [] == members["host"].lost
+
+    run(body)
+
+
+def test_a_welcome_that_begins_like_a_refusal_is_a_welcome(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    hellos = (_Hello(PROTOCOL_VERSION, RUN, 1, "a", "b", i.to_bytes(16)) for i in range(10_000))
+    nonce = next(hello.nonce for hello in hellos if hello.proof(TOKEN, "welcome")[:1] == b"!")
+    monkeypatch.setattr(links.secrets, "token_bytes", lambda size: nonce)
+
+    async def body(members: Members) -> None:
+        await members.add("a", "b")
+        members.link()
+        await members["a"].send("b", frame_of(torch.ones(1)))
 
     run(body)
 
