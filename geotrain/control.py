@@ -111,7 +111,7 @@ def _said(state: State, name: str, message: protocol.FromPeer, now_s: float) -> 
         case protocol.Loaded(epoch, of) if of == stage and epoch == state.epoch:
             return _loaded(state, of, now_s)
         case protocol.Ready(epoch, report) if report.stage == stage and epoch == state.epoch:
-            return _ready(state, report, now_s)
+            return _ready(state, replace(report, peer=name), now_s)
         case protocol.Scored(epoch, step, losses) if stage is not None and epoch == state.epoch:
             if step not in state.evaluating or not losses:
                 return state, []

@@ -148,7 +148,7 @@ class PeerProcess:
         if isinstance(message, protocol.Ready):
             links = tuple(self._links.values())
             self._links = {}
-            message = replace(message, report=replace(message.report, peer=self.name, links=links))
+            message = replace(message, report=replace(message.report, links=links))
         self._outbox.put_nowait(message)
 
     def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> concurrent.futures.Future[None]:

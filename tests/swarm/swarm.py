@@ -155,7 +155,7 @@ def peers(ticket, names, parent=True):
             process.stdout.close()
 
 
-def train(folder, job, names=("anna", "ben"), during=None, timeout_s=60, parent=True, **options):
+def train(folder, job, names=("anna", "ben"), during=None, timeout_s=180, parent=True, **options):
     """A whole run; `during(coordinator, peer processes)` is awaited beside it. Returns (result, events, outputs)."""
     seen = []
 
@@ -167,7 +167,7 @@ def train(folder, job, names=("anna", "ben"), during=None, timeout_s=60, parent=
             result = await runner.run()
             if beside is not None:
                 await beside
-            codes = [await asyncio.to_thread(process.wait, 10) for process in processes]
+            codes = [await asyncio.to_thread(process.wait, 30) for process in processes]
             outputs = [(code, process.stdout.read()) for code, process in zip(codes, processes, strict=True)]
         return result, outputs
 
@@ -175,7 +175,7 @@ def train(folder, job, names=("anna", "ben"), during=None, timeout_s=60, parent=
     return result, seen, outputs
 
 
-async def until(condition, timeout_s=30.0):
+async def until(condition, timeout_s=60.0):
     for _ in range(int(timeout_s / 0.02)):
         if condition():
             return

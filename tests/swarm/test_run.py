@@ -55,16 +55,16 @@ def test_a_run_equals_a_plain_loop(tmp_path, count, schedule):
 
 
 def test_stopped_and_resumed_on_more_peers(tmp_path):
-    job = swarm.job(steps=8)
+    job = swarm.job(steps=8, peers=1)
 
     async def stop(runner, processes, seen):
         await swarm.until(lambda: of(events.StepCommitted, seen))
         runner.stop()
 
-    first, seen, _ = swarm.train(tmp_path, job, during=stop, seconds=0.02)
+    first, seen, _ = swarm.train(tmp_path, job, ["anna"], during=stop, seconds=0.02)
     assert of(events.Ended, seen)[0].reason == "interrupted" and 1 <= len(first.losses) < 8
-    more = job.model_copy(update={"pipeline": config.PipelineConfig(peers=3)})
-    result, _, _ = swarm.train(tmp_path, more, ["x", "y", "z"], resume=True)
+    more = job.model_copy(update={"pipeline": config.PipelineConfig(peers=2)})
+    result, _, _ = swarm.train(tmp_path, more, ["ben", "carl"], resume=True)
     swarm.assert_equal(result, job)
     assert audit(tmp_path) == (audit(tmp_path)[0], []) and audit(tmp_path)[0].ok
 
@@ -91,7 +91,7 @@ def test_a_peer_that_wants_to_leave_hands_over(tmp_path):
         await swarm.until(lambda: len(of(events.StepCommitted, seen)) >= 2)
         swarm_peer = processes[0]
         swarm_peer.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(swarm_peer.wait, 20) == 0
+        assert await asyncio.to_thread(swarm_peer.wait, 60) == 0
 
     result, seen, outputs = swarm.train(tmp_path, job, during=interrupt, seconds=0.02, parent=False)
     swarm.assert_equal(result, job)
@@ -103,7 +103,7 @@ def test_a_peer_that_wants_to_leave_hands_over(tmp_path):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda t: t + 100, "stage 0 on (anna|ben) failed: IndexError: index out of range in self"),
+        (lambda t: t + 100, "stage 0 on anna failed: IndexError: index out of range in self"),
         (lambda t: t[:1], r"the data cannot be read: input 'x' is int64\[1\], the model was captured with int64\[2\]"),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_goes_wrong_is_one_line(tmp_path, monkeypatch, change, line):
 
     monkeypatch.setattr(swarm.Slow, "train", train)
     with pytest.raises(UserError, match=line) as error:
-        swarm.train(tmp_path, swarm.job())
+        swarm.train(tmp_path, swarm.job(peers=1), ["anna"])
     assert "\n" not in str(error.value)
 
 
@@ -161,12 +161,12 @@ def test_a_peer_dies_with_its_parent(tmp_path):
         with swarm.peers(ticket, ["anna"]) as (peer,):
             await swarm.until(lambda: runner._state.members)
             peer.stdin.close()  # what the kernel does when the parent dies
-            assert await asyncio.to_thread(peer.wait, 5) == 1
+            assert await asyncio.to_thread(peer.wait, 10) == 1
             await swarm.until(lambda: not runner._state.members)
         runner.stop()
         await running
 
-    loops.run(asyncio.wait_for(test(), 60))
+    loops.run(asyncio.wait_for(test(), 120))
 
 
 def test_bad_starts_are_one_line(tmp_path):
@@ -184,7 +184,7 @@ def test_bad_starts_are_one_line(tmp_path):
         with pytest.raises(UserError, match="0 of 2 peers joined within 1 s; give the ticket to more peers"):
             await runner.run()
 
-    loops.run(asyncio.wait_for(test(), 60))
+    loops.run(asyncio.wait_for(test(), 120))
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
