@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-from .base import COORDINATOR, ITEM_BYTES, ONCE, Direction, FrameKey, TensorSpec
+from .base import COORDINATOR, ONCE, Direction, FrameKey, TensorSpec
 from .codecs import CODECS
 from .errors import RemoteProtocolError
 from .graph import StageGraph
-
-_GAPS = 16
-"""A tensor may come as a slice of one so many times larger, as a view of a fused projection does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +60,9 @@ class Admission:
             if key.direction != "B" or nbytes:
                 raise RemoteProtocolError(f"{src} sends {key.value!r} without a value")
             return
-        if (spec.shape, spec.dtype) != (expected.shape, expected.dtype) or not _sane(spec):
+        if (spec.shape, spec.dtype) != (expected.shape, expected.dtype):
             raise RemoteProtocolError(f"{src} sends {key.value!r} as {spec}, which is not the graph's")
         if codec not in CODECS or nbytes != CODECS[codec].size_bytes(spec):
             raise RemoteProtocolError(
                 f"{src} sends {nbytes} bytes of {key.value!r}, which has others, or another codec"
             )
-
-
-def _sane(spec: TensorSpec) -> bool:
-    """Whether the layout spans no more memory than a slice may."""
-    if spec.stride is None:
-        return True
-    if len(spec.stride) != len(spec.shape) or min(spec.stride, default=0) < 0:
-        return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size)
-    return span * ITEM_BYTES[spec.dtype] <= _GAPS * max(spec.nbytes, 1)

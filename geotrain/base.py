@@ -21,6 +21,10 @@ COORDINATOR = "coordinator"
 ONCE = -1
 """The microbatch number of what is sent once a step: parameters shared by several stages."""
 
+MAX_GAPS = 4
+"""A tensor may come in a layout that spans so many times the memory of its elements: a slice of a fused projection does
+(3 times). The sender chooses the layout, so it must not choose how much is allocated."""
+
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "bool": 1,

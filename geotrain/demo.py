@@ -27,13 +27,17 @@ context = 128
 layers = 6
 hidden = 192
 heads = 6
+positions = "rotary"
+norm = "rms"
+mlp = "swiglu"
+bias = false
+tied = false
 
 [train]
 steps = {steps}
 microbatches = 6
-microbatch_size = 4
+microbatch_size = 2
 lr = 3e-3
-warmup_steps = 4
 
 [pipeline]
 peers = {peers}
@@ -45,7 +49,7 @@ microbatches = 6
 
 
 def demo(
-    *, steps: int = 40, peers: int = 4, topology: Path | None = None, seed: int = 0, json_path: Path | None = None
+    *, steps: int = 100, peers: int = 4, topology: Path | None = None, seed: int = 0, json_path: Path | None = None
 ) -> int:
     """Trains the built-in GPT on the text inside Python; returns the exit code.
 

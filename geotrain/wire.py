@@ -19,7 +19,7 @@ import msgpack
 import torch
 import xxhash
 
-from .base import ITEM_BYTES, ONCE, PROTOCOL_VERSION, Direction, Frame, FrameKey, TensorSpec
+from .base import ITEM_BYTES, MAX_GAPS, ONCE, PROTOCOL_VERSION, Direction, Frame, FrameKey, TensorSpec
 from .errors import RemoteProtocolError
 
 MAGIC = b"GF"
@@ -28,10 +28,6 @@ _CHECKSUM = struct.Struct("<Q")
 
 MAX_HEADER_BYTES = 4096
 """Names of values are paths of modules; the longest seen has under 200 bytes."""
-
-MAX_GAPS = 4
-"""A strided tensor may span so many times the memory of its elements: a slice of a fused projection does (3 times). The
-sender chooses the layout, so it must not choose how much is allocated."""
 
 _MAX_DIMS = 16
 _MAX_NAME = 512

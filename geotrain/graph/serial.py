@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import torch
 
-from ..base import PROTOCOL_VERSION, TensorSpec
+from ..base import MAX_GAPS, PROTOCOL_VERSION, TensorSpec
 from ..errors import GraphFormatError
 from .ir import (
     LITERAL,
@@ -51,7 +51,7 @@ MAX_DEPTH = 4
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
-    """Shape, dtype and layout. A tensor whose elements overlap in memory counts as contiguous."""
+    """Shape, dtype and layout. A tensor whose elements overlap in memory, or lie far apart, counts as contiguous."""
     spec = TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype))
     if tensor.is_contiguous():
         return spec
@@ -62,7 +62,7 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
             if tensor.stride(d) < span:
                 return spec
             span = tensor.stride(d) * (tensor.shape[d] - 1) + span
-    return strided
+    return strided if span <= MAX_GAPS * strided.packed.numel else spec
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -94,9 +94,6 @@ def test_shapes_sizes_and_layouts_are_the_graphs(stages):
         replace(spec, dtype="float64"),
         replace(spec, shape=(*spec.shape, 1)),
         replace(spec, shape=(1 << 40, 4)),
-        replace(spec, stride=(1 << 40, 1)),  # small on the wire, large in memory
-        replace(spec, stride=(-4, 1)),
-        replace(spec, stride=(4,)),
     ]:
         with pytest.raises(RemoteProtocolError):
             door.check("anna", key, "identity", wrong, spec.packed.nbytes)
