@@ -45,7 +45,7 @@ def _say_error(text: str) -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 90,
     peers: Annotated[int, typer.Option(min=1, help="Peer processes to start.")] = 4,
     topology: Annotated[Path | None, typer.Option(help="TOML file of peers and links to act out.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Weights, data order and sample follow from it.")] = 0,

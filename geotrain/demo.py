@@ -49,7 +49,7 @@ microbatches = 6
 
 
 def demo(
-    *, steps: int = 100, peers: int = 4, topology: Path | None = None, seed: int = 0, json_path: Path | None = None
+    *, steps: int = 90, peers: int = 4, topology: Path | None = None, seed: int = 0, json_path: Path | None = None
 ) -> int:
     """Trains the built-in GPT on the text inside Python; returns the exit code.
 
