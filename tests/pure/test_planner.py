@@ -138,7 +138,7 @@ def test_of_equally_fast_cuts_the_narrowest_is_taken() -> None:
         return max(stage_cost(graph, 0, cut).flops / 1e9, stage_cost(graph, cut, len(graph.ops)).flops / 1.55e9)
 
     assert names(made) == ["p0", "p1"]
-    as_fast = [cut for cut in candidate_cuts(graph) if period(cut.op_index) <= slowest(made)]
+    as_fast = [cut for cut in boundary_bytes(graph) if period(cut.op_index) <= slowest(made)]
     narrowest = min(cut.boundary_bytes for cut in as_fast)
     assert [c.boundary_bytes for c in as_fast if c.op_index == made.stages[1].first_op] == [narrowest]
 
