@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, ValidationError
 
@@ -38,7 +38,7 @@ def kind_or(default: str) -> Discriminator:
     """Chooses the section's class by its `kind`."""
 
     def read(value: Any) -> Any:
-        return value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
+        return cast(Any, value).get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
 
     return Discriminator(read)
 

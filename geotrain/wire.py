@@ -15,12 +15,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import torch
 import xxhash
 
-from .base import ITEM_BYTES, MAX_GAPS, ONCE, PROTOCOL_VERSION, Direction, Frame, FrameKey, TensorSpec
+from .base import ITEM_BYTES, MAX_GAPS, ONCE, PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
 from .errors import RemoteProtocolError
+
+_msgpack: Any = msgpack  # it has no types
 
 MAGIC = b"GF"
 _PREFIX = struct.Struct("<2sBBIQ")
@@ -60,7 +62,7 @@ def encode(frame: Frame, run: str) -> list[Buffer]:
         run, key.epoch, key.step, key.microbatch, key.value, key.direction, key.attempt, frame.codec,
         spec.shape, spec.dtype, spec.stride, frame.absent,
     ]  # fmt: skip
-    header = cast(bytes, msgpack.packb(fields))
+    header = cast(bytes, _msgpack.packb(fields))
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"the header of {key.value[:60]!r} takes {len(header)} bytes, {MAX_HEADER_BYTES} at most")
     payload = [memoryview(part).cast("B") for part in frame.payload if memoryview(part).nbytes]
@@ -138,7 +140,7 @@ class FrameParser:
             digest = xxhash.xxh3_64(prefix)
             digest.update(head)
             digest.update(payload)
-            if _CHECKSUM.pack(digest.intdigest()) != check:
+            if digest.intdigest() != _CHECKSUM.unpack(check)[0]:
                 raise RemoteProtocolError(f"{header.key.value!r} came damaged: its checksum differs")
             parts = [payload] if nbytes else []
             self._frames.append(Frame(header.key, header.codec, header.spec, parts, header.absent))
@@ -157,10 +159,10 @@ def _read_prefix(prefix: bytearray) -> tuple[int, int]:
 
 def _read_header(data: bytearray, nbytes: int) -> FrameHeader:
     try:
-        fields: Any = msgpack.unpackb(
+        fields: Any = _msgpack.unpackb(
             data, max_str_len=_MAX_NAME, max_array_len=_MAX_DIMS, max_map_len=0, max_bin_len=0, max_ext_len=0
         )
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+    except (ValueError, TypeError, OverflowError, _msgpack.UnpackException):
         raise RemoteProtocolError("a frame header is not msgpack of the kind that we write") from None
     if type(fields) is not list or len(cast(list[Any], fields)) != 12:
         raise RemoteProtocolError("a frame header has twelve fields")
@@ -173,7 +175,7 @@ def _read_header(data: bytearray, nbytes: int) -> FrameHeader:
         raise RemoteProtocolError("a frame header's numbers are out of range")
     if type(absent) is not bool or (absent and nbytes):
         raise RemoteProtocolError("an absent tensor has no payload")
-    key = FrameKey(epoch, step, microbatch, value, cast(Direction, direction), attempt)
+    key = FrameKey(epoch, step, microbatch, value, direction, attempt)
     return FrameHeader(run, key, codec, _read_spec(shape, dtype, stride), nbytes, absent)
 
 

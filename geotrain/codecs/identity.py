@@ -5,6 +5,8 @@ repeated (stride 0) dimension is sent once: a kernel that meets another layout m
 training would no longer equal unsplit training to the last bit. No copy is made of a dense CPU tensor.
 """
 
+from typing import Any, cast
+
 import torch
 
 from ..base import TensorSpec
@@ -24,7 +26,7 @@ def _encode(tensor: torch.Tensor, state: None) -> tuple[Payload, None]:
         packed = packed.permute(spec.dims_in_memory)
     # as_strided, because the one element of an expanded scalar keeps its stride 0 through contiguous() and view()
     flat = packed.contiguous().as_strided((packed.numel(),), (1,)).view(torch.uint8).cpu()
-    return [memoryview(flat.numpy())] if flat.numel() else [], None
+    return [memoryview(cast(Any, flat.numpy()))] if flat.numel() else [], None
 
 
 def _decode(payload: memoryview, spec: TensorSpec, device: torch.device, state: None) -> tuple[torch.Tensor, None]:
@@ -53,4 +55,12 @@ def _with_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return strided
 
 
-IDENTITY = Codec("identity", lambda _: None, _encode, _decode, lambda spec: spec.packed.nbytes)
+def _size_bytes(spec: TensorSpec) -> int:
+    return spec.packed.nbytes
+
+
+def _init(_: TensorSpec) -> None:
+    return None
+
+
+IDENTITY = Codec("identity", _init, _encode, _decode, _size_bytes)
