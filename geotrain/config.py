@@ -53,7 +53,7 @@ class RunConfig(Section):
 
 
 class GptModel(Section):
-    """[model] kind = "gpt": the built-in decoder. GPT-2's shape by default, Llama's by options."""
+    """[model] kind = "gpt": the built-in decoder. Llama's shape by default, GPT-2's by options."""
 
     kind: Literal["gpt"] = "gpt"
 
@@ -65,7 +65,7 @@ class GptModel(Section):
 
     layers: Count = 6
 
-    hidden: Count = 256
+    hidden: Count = 192
     """Width of the residual stream."""
 
     heads: Count = 4
@@ -75,21 +75,22 @@ class GptModel(Section):
     """Key and value heads, where several heads share one (grouped-query attention); divides `heads`."""
 
     mlp_hidden: Count | None = None
-    """Width inside the MLP; by default 4 times `hidden`."""
+    """Width inside the MLP; by default 4 times `hidden`, and 2/3 of that for swiglu, which
+    has three matrices instead of two."""
 
     dropout: Fraction = 0.0
     """On embeddings, attention weights and the outputs of attention and MLP."""
 
-    tied: bool = True
-    """Embedding and head are one parameter."""
+    tied: bool = False
+    """Embedding and head are one parameter; where they are on two peers, it crosses a link in every step."""
 
-    norm: Literal["layer", "rms"] = "layer"
+    norm: Literal["rms", "layer"] = "rms"
 
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
 
-    positions: Literal["learned", "rotary"] = "learned"
+    positions: Literal["rotary", "learned"] = "rotary"
 
-    bias: bool = True
+    bias: bool = False
     """Whether linear layers have a bias."""
 
     @model_validator(mode="after")
@@ -128,9 +129,7 @@ class FactoryModel(Section):
 
     kind: Literal["factory"]
 
-    factory: Annotated[
-        str, like(r".+\.py:[A-Za-z_]\w*", "file.py:function"), AfterValidator(_beside_the_file)
-    ]
+    factory: Annotated[str, like(r".+\.py:[A-Za-z_]\w*", "file.py:function"), AfterValidator(_beside_the_file)]
     """`file.py:function`; the function takes nothing and returns an `nn.Module` whose forward returns the
     loss, or `(loss, {"logits": ...})`."""
 
@@ -249,11 +248,11 @@ DataConfig = Annotated[
 class TrainConfig(Section):
     """[train]: the optimization. A step is `microbatches` of `microbatch_size` samples each."""
 
-    steps: Count = 80
+    steps: Count = 100
 
     microbatches: Count = 8
 
-    microbatch_size: Count = 4
+    microbatch_size: Count = 2
     """Samples in one microbatch."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -277,7 +276,7 @@ class TrainConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """How the learning rate falls after warm-up."""
 
-    warmup_steps: Annotated[int, Field(ge=0)] = 8
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
 
     min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The learning rate of the last step, as a fraction of `lr`."""
@@ -346,9 +345,7 @@ class PeerConfig(Section):
     memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory that the run may use; by default most of what is free."""
 
-    device: Annotated[str, like(r"auto|cpu|mps|xpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:1, mps or xpu")] = (
-        "auto"
-    )
+    device: Annotated[str, like(r"auto|cpu|mps|xpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:1, mps or xpu")] = "auto"
     """auto (an accelerator when there is one), cpu, cuda, cuda:1, mps."""
 
     threads: Count | None = None

@@ -60,9 +60,7 @@ class FileTokenizer:
         found = [np.empty(0, dtype)]
         # An encoding is about a hundred bytes a token, so few of them live at a time.
         for first in range(0, len(pieces), 64):
-            for encoding in self._tokenizer.encode_batch(
-                pieces[first : first + 64], add_special_tokens=False
-            ):
+            for encoding in self._tokenizer.encode_batch(pieces[first : first + 64], add_special_tokens=False):
                 found.append(np.array(encoding.ids, dtype))
         return np.concatenate(found)
 
@@ -152,11 +150,7 @@ def read_tokens(paths: Sequence[str], dtype: str) -> list[Array]:
 def _map_tokens(path: Path, dtype: str) -> Array:
     if path.suffix == ".npy":
         tokens = _load(path, mmap_mode="r")
-        if (
-            not isinstance(tokens, np.ndarray)
-            or tokens.ndim != 1
-            or tokens.dtype not in (np.uint16, np.uint32)
-        ):
+        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
             kind = f"{tokens.dtype}{list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "not an array"
             raise DataError(f"{path}: token files are uint16 or uint32 in one dimension, this is {kind}")
         return tokens
@@ -178,9 +172,7 @@ def read_images(paths: Sequence[str]) -> tuple[Array, Array]:
     elif len(files) == 2:
         images, labels = (_load(path, mmap_mode="r") for path in files)
     else:
-        raise DataError(
-            f"[data] path names {len(files)} files; give one .npz, or one .npy of images and one of labels"
-        )
+        raise DataError(f"[data] path names {len(files)} files; give one .npz, or one .npy of images and one of labels")
     for what, array in (("images", images), ("labels", labels)):
         if not isinstance(array, np.ndarray) or array.ndim < 1 or array.dtype.kind not in "uif":
             raise DataError(f"{files[0]}: {what} are no array of numbers")
@@ -193,6 +185,4 @@ def _load(path: Path, mmap_mode: Any = None) -> Any:
     try:
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except (ValueError, OSError, EOFError, BadZipFile) as error:
-        raise DataError(
-            f"{path}: not a numpy file of plain numbers: {' '.join(str(error).split())[:200]}"
-        ) from None
+        raise DataError(f"{path}: not a numpy file of plain numbers: {' '.join(str(error).split())[:200]}") from None

@@ -146,9 +146,7 @@ class Windows:
         windows = torch.from_numpy(np.stack([self._window(int(i)) for i in indices]))
         if not self._shift:
             return dict(zip(self._names, (windows, windows.clone()), strict=True))
-        return dict(
-            zip(self._names, (windows[:, :-1].contiguous(), windows[:, 1:].contiguous()), strict=True)
-        )
+        return dict(zip(self._names, (windows[:, :-1].contiguous(), windows[:, 1:].contiguous()), strict=True))
 
     def _window(self, index: int) -> NDArray[np.int64]:
         stream = int(np.searchsorted(self._ends, index, side="right"))
@@ -169,9 +167,7 @@ class Images:
     vocab_size: int | None = None
     tokens_per_sample = 1
 
-    def __init__(
-        self, images: Array, labels: Array, *, names: tuple[str, str] = ("images", "labels")
-    ) -> None:
+    def __init__(self, images: Array, labels: Array, *, names: tuple[str, str] = ("images", "labels")) -> None:
         self._images, self._labels, self._names = images, labels, names
         if not len(images):
             raise DataError("the data has no images; check [data] path")
@@ -225,9 +221,7 @@ class SampledSource:
 
     def held_out(self, index: int) -> Inputs:
         if not self._held_out:
-            raise DataError(
-                "no data is held out; set [data] held_out above 0, or [evaluate] microbatches = 0"
-            )
+            raise DataError("no data is held out; set [data] held_out above 0, or [evaluate] microbatches = 0")
         places = np.arange(index * self._size, (index + 1) * self._size) % self._held_out
         return self._samples.batch(self._split(places))
 
@@ -369,6 +363,4 @@ def _by_name(batch: Any, names: Sequence[str]) -> Inputs:
 
 
 def _spec(batch: Inputs) -> str:
-    return ", ".join(
-        f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in batch.items()
-    )
+    return ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in batch.items())

@@ -38,9 +38,7 @@ def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     match config:
         case GptModel():
             if vocab_size is None:
-                raise DataError(
-                    "the built-in GPT reads tokens, not images; set [model] kind to hf or factory"
-                )
+                raise DataError("the built-in GPT reads tokens, not images; set [model] kind to hf or factory")
             with _default_dtype(config.dtype):
                 return Gpt(config, vocab_size).train()
         case HfModel():
@@ -74,9 +72,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(vocab_size, config.hidden)
-        self.positions = (
-            nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
-        )
+        self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
@@ -169,7 +165,7 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, config: GptModel) -> None:
         super().__init__()
-        inner = config.mlp_hidden or 4 * config.hidden
+        inner = config.mlp_hidden or (8 * config.hidden // 3 if config.mlp == "swiglu" else 4 * config.hidden)
         self.gate = nn.Linear(config.hidden, inner, bias=config.bias) if config.mlp == "swiglu" else None
         self.up = nn.Linear(config.hidden, inner, bias=config.bias)
         self.down = nn.Linear(inner, config.hidden, bias=config.bias)
@@ -202,9 +198,7 @@ def _hugging_face(config: HfModel, vocab_size: int | None) -> nn.Module:
     """A transformers model of the class that its config names, else the causal language model of its type."""
     path = Path(config.path)
     if not (path / "config.json" if path.is_dir() else path).is_file():
-        raise ConfigError(
-            f"[model] path: there is no config.json at {path}; give a Hugging Face folder on this disk"
-        )
+        raise ConfigError(f"[model] path: there is no config.json at {path}; give a Hugging Face folder on this disk")
     try:
         import transformers
     except ImportError:

@@ -87,9 +87,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dic
     return found
 
 
-def load_state_tensors(
-    optimizer: torch.optim.Optimizer, names: Iterable[str], tensors: Mapping[str, Tensor]
-) -> None:
+def load_state_tensors(optimizer: torch.optim.Optimizer, names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
     """Gives the optimizer copies of state tensors. Parameters without any start fresh.
 
     Raises:
@@ -104,9 +102,7 @@ def load_state_tensors(
         for key, tensor in states.pop(name, {}).items():
             if key != "step" and tensor.shape != parameter.shape:
                 shapes = f"{tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}"
-                raise CheckpointError(
-                    f"{PREFIX}{key}/{name} has shape {shapes}; this checkpoint is of another model"
-                )
+                raise CheckpointError(f"{PREFIX}{key}/{name} has shape {shapes}; this checkpoint is of another model")
             # torch keeps Adam's step counts in main memory.
             device = "cpu" if key == "step" else parameter.device
             optimizer.state[parameter][key] = tensor.detach().to(device, copy=True)
