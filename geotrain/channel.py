@@ -166,7 +166,8 @@ def _host_of(peer: str) -> str:
     return host.replace("%5B", "[").replace("%5D", "]") or "127.0.0.1"
 
 
-Mount = Callable[[grpc.aio.Server], None]
+Server = grpc.aio.Server
+Mount = Callable[[Server], None]
 
 
 async def serve(host: str, port: int, mount: Mount) -> tuple[grpc.aio.Server, int]:

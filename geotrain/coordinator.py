@@ -10,8 +10,6 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
 from . import channel, control, events, protocol, runstate
 from .base import COORDINATOR, PROTOCOL_VERSION, Peer, Plan
 from .checkpoint import prune
@@ -122,7 +120,7 @@ class Coordinator:
             self._data_failed,
         )  # fmt: skip
 
-        def mount(server: grpc.aio.Server) -> None:
+        def mount(server: channel.Server) -> None:
             channel.ControlService(self).add_to(server)
             self._transport.mount(server)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from .base import StageReport, TensorSpec
 from .errors import RemoteProtocolError
@@ -228,11 +228,14 @@ _LIMITS: Mapping[type[Any], int] = {
 
 _KINDS = tuple(_LIMITS)
 
+_pack: Callable[..., bytes] = cast(Any, msgpack).packb
+_unpack: Callable[..., Any] = cast(Any, msgpack).unpackb
+
 
 def encode(message: Message) -> bytes:
     """The bytes of a message. Raises `RemoteProtocolError` if it is larger than its kind may be."""
     kind = type(message)
-    data = bytes([_KINDS.index(kind)]) + cast(bytes, msgpack.packb(message, default=_fields))
+    data = bytes([_KINDS.index(kind)]) + _pack(message, default=_fields)
     if len(data) > _LIMITS[kind]:
         raise RemoteProtocolError(f"a {kind.__name__} of {len(data)} bytes is over {_LIMITS[kind]}")
     return data
@@ -253,13 +256,13 @@ def decode(data: bytes, accepted: Any) -> Any:
     if len(data) > _LIMITS[kind]:
         raise RemoteProtocolError(f"a {kind.__name__} of {len(data)} bytes is over {_LIMITS[kind]}")
     try:
-        return _reader(kind)(msgpack.unpackb(data[1:], max_ext_len=0))
+        return _reader(kind)(_unpack(data[1:], max_ext_len=0))
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"a malformed {kind.__name__}: {error}") from None
 
 
 def _fields(value: Any) -> list[Any]:
-    kind = type(value)
+    kind = cast(type[Any], type(value))
     return [kind.__name__, *(getattr(value, name) for name in _field_names(kind))]
 
 
@@ -329,9 +332,10 @@ def _record(kind: type[Any]) -> Reader:
     size, name = len(readers) + 1, kind.__name__
 
     def read(value: Any) -> Any:
-        if type(value) is not list or len(cast(list[Any], value)) != size or value[0] != name:
+        items = cast(list[Any], value)
+        if type(value) is not list or len(items) != size or items[0] != name:
             raise ValueError(f"something else where a {name} of {size - 1} fields belongs")
-        return kind(*(reader(item) for reader, item in zip(readers, value[1:], strict=True)))
+        return kind(*(reader(item) for reader, item in zip(readers, items[1:], strict=True)))
 
     return read
 

@@ -69,14 +69,10 @@ class StageRunner:
         self._device = device
         self._live: dict[int, _Live] = {}
         self._anchor = torch.ones((), requires_grad=True)
-        keep = (
-            {s.value for s in graph.sends} | set(graph.outputs.values()) | {r.value for r in graph.receives}
-        )
+        keep = {s.value for s in graph.sends} | set(graph.outputs.values()) | {r.value for r in graph.receives}
         self._keep = keep | ({graph.loss} if graph.loss is not None else set())
         self._program = Program(graph.ops, keep=self._keep, device=device, autocast=graph.autocast)
-        self._evaluation = Program(
-            graph.ops, keep=self._keep, device=device, autocast=graph.autocast, evaluate=True
-        )
+        self._evaluation = Program(graph.ops, keep=self._keep, device=device, autocast=graph.autocast, evaluate=True)
         for name, constant in graph.constants.items():
             self.tensors[name] = constant_tensor(constant, device)
 
@@ -124,9 +120,7 @@ class StageRunner:
         self._live[microbatch] = live
         return values, loss
 
-    def backward(
-        self, microbatch: int, grads: Mapping[str, torch.Tensor | None]
-    ) -> dict[str, torch.Tensor | None]:
+    def backward(self, microbatch: int, grads: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Adds one microbatch's gradients to the parameters'.
 
         Args:

@@ -42,9 +42,7 @@ class Pipeline:
                 runner.load(name, state[name].detach().clone())
             self.runners.append(runner)
 
-    def step(
-        self, step: int, batches: Sequence[dict[str, torch.Tensor]], evaluate: bool = False
-    ) -> list[torch.Tensor]:
+    def step(self, step: int, batches: Sequence[dict[str, torch.Tensor]], evaluate: bool = False) -> list[torch.Tensor]:
         """All forwards, then all backwards (each in microbatch order). Returns the losses."""
         losses: list[torch.Tensor] = []
         for i, batch in enumerate(batches):

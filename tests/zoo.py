@@ -152,9 +152,7 @@ class _ResBlock(nn.Module):
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
         self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.short = (
-            nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else nn.Identity()
-        )
+        self.short = nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else nn.Identity()
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,16 +182,12 @@ class _UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down1, self.down2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, 2, 1)
-        self.mid = nn.Sequential(
-            nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1), nn.Dropout2d(0.1)
-        )
+        self.mid = nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1), nn.Dropout2d(0.1))
         self.up1, self.up2 = nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(16, 8, 3, padding=1)
         self.last = nn.Conv2d(8 + 8 + 3, 3, 1)
         self.time = nn.Linear(4, 8)
 
-    def forward(
-        self, noisy: torch.Tensor, time: torch.Tensor, noise: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, noisy: torch.Tensor, time: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
         a = self.down1(noisy)
         a = a + self.time(time)[:, :, None, None]
         b = self.mid(self.down2(F.silu(a)))

@@ -19,7 +19,7 @@ LAYERS = [
     "admission", "protocol", "identity", "events", "runstate", "control", "words", "plots", "facts", "stage",
     # shell
     "disk", "machine", "models", "corpus", "data", "executor", "ledger", "weights", "checkpoint", "transports.base",
-    "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "channel",
+    "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "loops", "channel",
     "inputs", "transfers", "runfolder", "results", "stagethread",
     # processes
     "peer", "coordinator",

@@ -73,7 +73,9 @@ def net():
 def job(steps=6, peers=2, **sections):
     train = config.TrainConfig(steps=steps, microbatches=MICROBATCHES, lr=0.01, warmup_steps=2)
     return config.JobConfig(
-        train=train, pipeline=config.PipelineConfig(peers=peers, stages=peers, **sections.pop("pipeline", {})), **sections
+        train=train,
+        pipeline=config.PipelineConfig(peers=peers, stages=peers, **sections.pop("pipeline", {})),
+        **sections,
     )
 
 
