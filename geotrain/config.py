@@ -257,7 +257,7 @@ class TrainConfig(Section):
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
 
-    lr: Annotated[float, Field(gt=0)] = 2e-3
+    lr: Annotated[float, Field(gt=0)] = 1.5e-3
     """Learning rate after warm-up."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
