@@ -8,7 +8,7 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import PlanError
 
@@ -153,13 +153,14 @@ class Plan:
     def from_json(text: str) -> "Plan":
         """The inverse of `to_json`. Raises `PlanError` with what is missing, unknown or of a wrong type."""
         try:
-            record = json.loads(text)
-            if not isinstance(record, dict) or not isinstance(record.get("stages"), list):
+            loaded: Any = json.loads(text)
+            if not isinstance(loaded, dict):
                 raise TypeError("a plan is an object with a list of stages")
-            stages = tuple(Stage(**stage) for stage in record.pop("stages"))
-            notes = tuple(record.pop("notes", ()))
-            plan = Plan(stages=stages, notes=notes, **record)
-        except (ValueError, TypeError) as error:
+            record = cast(dict[str, Any], loaded)
+            rows: list[dict[str, Any]] = record.pop("stages")
+            notes: list[str] = record.pop("notes", [])
+            plan = Plan(stages=tuple(Stage(**row) for row in rows), notes=tuple(notes), **record)
+        except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan file: {error}; write one with `geotrain plan`") from None
         for where, row, kinds in [
             *((f"stage {i}", s, _STAGE_TYPES) for i, s in enumerate(plan.stages)), ("the plan", plan, _PLAN_TYPES),
@@ -174,7 +175,14 @@ class Plan:
         return replace(self, epoch=epoch)
 
 
-_STAGE_TYPES: dict[str, Any] = {"peer": str, "first_op": int, "end_op": int, "window": int}
+_STAGE_TYPES: dict[str, Any] = {
+    "peer": str,
+    "first_op": int,
+    "end_op": int,
+    "window": int,
+    "codec_forward": str,
+    "codec_backward": str,
+}
 _PLAN_TYPES: dict[str, Any] = {"graph_hash": str, "schedule": str, "microbatches": int, "epoch": int}
 
 Direction = Literal["F", "B", "E"]

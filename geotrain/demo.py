@@ -22,22 +22,10 @@ JOB = """
 name = "{name}"
 seed = {seed}
 
-[model]
-context = 128
-layers = 6
-hidden = 192
-heads = 6
-positions = "rotary"
-norm = "rms"
-mlp = "swiglu"
-bias = false
-tied = false
-
 [train]
 steps = {steps}
 microbatches = 6
 microbatch_size = 2
-lr = 3e-3
 
 [pipeline]
 peers = {peers}

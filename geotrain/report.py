@@ -37,11 +37,11 @@ h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 10px;
 p { margin: 0 0 10px; } .note, .sub { color: var(--dim); } .sub { margin-bottom: 20px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
   margin-top: 18px; overflow-x: auto; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; }
 .cards div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 14px; }
-.cards b { display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.cards b { display: block; font-size: 20px; white-space: nowrap; font-weight: 600; font-variant-numeric: tabular-nums; }
 .cards span { color: var(--dim); font-size: 13px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
+table { border-collapse: collapse; width: 100%; margin-top: 10px; font-variant-numeric: tabular-nums; font-size: 14px; }
 th { text-align: left; color: var(--dim); font-weight: 500; } th, td { padding: 5px 12px 5px 0; vertical-align: top;
   border-bottom: 1px solid var(--line); } tr:last-child td { border-bottom: 0; }
 th.r, td.r { text-align: right; white-space: nowrap; }
@@ -211,7 +211,7 @@ def _plan(facts: Facts) -> str:
     head = ["stage: peer", "ops", "from - to", "window", "busy a step: predicted, measured", "memory, predicted"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in facts["plan_notes"])
     step = _predicted(facts["predicted_step_seconds"], facts["median_step_seconds"])
-    step_note = f'<p class="note">A step: predicted, measured: {step}.</p>' if facts["predicted_step_seconds"] else ""
+    step_note = f'<p class="note" style="margin-top: 10px">A step: predicted, measured: {step}.</p>' if facts["predicted_step_seconds"] else ""
     return _table(head, rows, left=(0, 2)) + step_note + (f'<ul class="log">{notes}</ul>' if notes else "")
 
 

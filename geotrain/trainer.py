@@ -164,7 +164,8 @@ class Trainer:
             train={
                 "steps": steps or batches, "microbatches": microbatches, "optimizer": optimizer, "lr": lr,
                 "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
-                "clip_norm": clip_norm or 0.0, "lr_schedule": lr_schedule, "warmup_steps": warmup_steps, "min_lr_fraction": min_lr_fraction,
+                "clip_norm": clip_norm or 0.0, "lr_schedule": lr_schedule, "warmup_steps": warmup_steps,
+                "min_lr_fraction": min_lr_fraction,
                 "autocast": autocast,
             },
             pipeline={"peers": count, "stages": count, "schedule": schedule},

@@ -6,9 +6,12 @@ dropped. A last walk over fake tensors records the shape, strides, dtype and `re
 """
 
 import inspect
+import io
+import logging
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -111,19 +114,30 @@ def _export(module: _LossModule, inputs: tuple[torch.Tensor, ...]) -> torch.expo
     """Traces the module along the path that it takes in eager mode or, where that one depends on values, along the
     one that it takes when it is traced."""
     try:
-        with warnings.catch_warnings(), as_in_eager_mode(module.names):
-            warnings.simplefilter("ignore")
+        with _quiet(), as_in_eager_mode(module.names):
             return torch.export.export(module, inputs, strict=False)
     except CaptureError:
         raise
     except Exception:
         pass  # the second attempt tells what is wrong
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             return torch.export.export(module, inputs, strict=False)
     except Exception as error:  # export raises many kinds, none of them documented
         raise CaptureError(_explain(error)) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """Whatever goes wrong is raised; torch's pages of logs and prints about it help nobody."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _explain(error: Exception) -> str:
@@ -177,8 +191,8 @@ class _Capture:
         self._bind_placeholders(ties, tensors, constants)
         outputs = self._inline(self._program.graph_module, "", grad=True, autocast=True)
         loss, *extras = (self._names[node] for node in outputs)
-        spec = self._program.call_spec.out_spec
-        names = list(spec.child(1).context) if len(extras) else []
+        layout: Any = self._program.call_spec.out_spec
+        names = list(layout.child(1).context) if len(extras) else []
         result = Functionalizer(self._ops, tensors, set(parameters), set(buffers), self._autocast).run(loss, extras)
         loss, extras = result.outputs[0], result.outputs[1:]
         ops = [replace(op, random=None) for op in result.ops]
@@ -260,7 +274,7 @@ class _Capture:
                 name = (spec.target or "").removeprefix("module.")
                 name = ties.get(name, name)
                 if name not in tensors:
-                    value = self._program.constants.get(spec.target)
+                    value = self._program.constants.get(spec.target or "")
                     if not isinstance(value, torch.Tensor):
                         raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor; make it a buffer")
                     if value.device.type == "meta":

@@ -7,7 +7,7 @@ same arguments give the same autograd graph, and so the same gradients.
 
 import hashlib
 import operator
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Generator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ def _seed_generators(device: torch.device, seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int, step: int, microbatch: int) -> Iterator[None]:
+def seeded(seed: int, step: int, microbatch: int) -> Generator[None, None, None]:
     """Makes eager code draw the random numbers that a geotrain run draws: `with seeded(0, step, i): loss = model(x)`
     has the same dropout masks as microbatch `i` of that step, so that the two can be compared to the last bit.
 
@@ -116,12 +116,12 @@ class Program:
             return _Step(op.name, _first, [None], _slots(op.args[:1]), [], {}, [], frees, None)
         if evaluate:
             op = evaluation_form(op)
-        call = operator.getitem if op.target == GETITEM else resolve(op.target)
+        call: Callable[..., Any] = operator.getitem if op.target == GETITEM else resolve(op.target)
         tensors = _Nothing()
         args: list[Any] = []
         nested: list[tuple[int, Arg]] = []
         for i, arg in enumerate(op.args):
-            holds = isinstance(arg, tuple) and any(True for _ in refs(arg))
+            holds = not isinstance(arg, Ref) and any(True for _ in refs(arg))
             args.append(None if holds or isinstance(arg, Ref) else from_arg(arg, tensors, self._device))
             if holds:
                 nested.append((i, arg))

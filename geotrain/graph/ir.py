@@ -9,7 +9,7 @@ name, and names are unique over all kinds. Ops that return several tensors are r
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from ..base import TensorSpec
 
@@ -121,8 +121,8 @@ class OpGraph:
     buffers: Mapping[str, Buffer]
     constants: Mapping[str, Constant]
     loss: str
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    ties: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict[str, str])
+    ties: Mapping[str, str] = field(default_factory=dict[str, str])
     autocast: str | None = None
 
     @cached_property
@@ -192,7 +192,7 @@ def refs(arg: Arg) -> Iterator[str]:
     if isinstance(arg, Ref):
         yield arg.name
     elif isinstance(arg, tuple):
-        for item in arg:
+        for item in cast(tuple[Arg, ...], arg):
             yield from refs(item)
 
 

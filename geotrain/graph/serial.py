@@ -6,12 +6,15 @@ that starts with its kind. Nothing in it is code: ops are looked up on the allow
 are bounded one by one, so that decoding needs little more memory than the bytes themselves.
 """
 
+# What is decoded has no type until it has been checked.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import torch
 
 from ..base import MAX_GAPS, PROTOCOL_VERSION, TensorSpec
@@ -36,6 +39,8 @@ from .ir import (
     op_refs,
 )
 from .ops import GETITEM, dtype_name, resolve, to_dtype
+
+_msgpack: Any = msgpack  # it has no types
 
 MAGIC = b"GTG1"
 MAX_RECORD_BYTES = 1 << 16
@@ -88,7 +93,7 @@ def to_bytes(graph: OpGraph | StageGraph) -> bytes:
     """The graph as bytes; equal graphs give equal bytes."""
     parts = [MAGIC]
     for record in _records(graph):
-        data = msgpack.packb(record, use_bin_type=True)
+        data = _msgpack.packb(record, use_bin_type=True)
         parts += [struct.pack("<I", len(data)), data]
     return b"".join(parts)
 
@@ -163,7 +168,7 @@ def from_bytes(data: bytes) -> OpGraph | StageGraph:
         IndexError,
         OverflowError,
         struct.error,
-        msgpack.UnpackException,
+        _msgpack.UnpackException,
     ) as error:
         raise GraphFormatError(f"malformed graph: {type(error).__name__}: {str(error)[:200]}") from None
 
@@ -232,7 +237,7 @@ class _Decoder:
                 raise GraphFormatError(f"record {count} is too large")
             if position + length > len(view):
                 raise GraphFormatError("the graph is cut short")
-            record = msgpack.unpackb(view[position : position + length], raw=False, max_ext_len=0)
+            record = _msgpack.unpackb(view[position : position + length], raw=False, max_ext_len=0)
             if not isinstance(record, list) or not record:
                 raise GraphFormatError("a record is a list that starts with its kind")
             yield _name(record[0]), record[1:]

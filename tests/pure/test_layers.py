@@ -19,8 +19,8 @@ LAYERS = [
     "admission", "protocol", "identity", "events", "runstate", "control", "words", "plots", "facts", "stage",
     # shell
     "disk", "machine", "models", "corpus", "data", "executor", "ledger", "weights", "checkpoint", "transports.base",
-    "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "loops", "channel",
-    "inputs", "transfers", "runfolder", "results", "stagethread",
+    "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "loops",
+    "channel", "inputs", "transfers", "runfolder", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces

@@ -127,8 +127,8 @@ def test_bad_input_is_one_line(tmp_path, case):
         "malformed": "[run]\nname =\n",
         "unknown": "[train]\nstepps = 3\n",
         "wrong": '[train]\nsteps = "many"\n',
-        "missing": '[data]\nkind = "text"\npaths = ["nowhere.txt"]\n',
-        "empty": '[data]\nkind = "text"\npaths = ["empty.txt"]\n',
+        "missing": '[data]\nkind = "text"\npath = "nowhere.txt"\n',
+        "empty": '[data]\nkind = "text"\npath = "empty.txt"\n',
         "branch": '[model]\nkind = "factory"\nfactory = "model.py:make"\n',
     }
     for name, text in files.items():
