@@ -137,14 +137,14 @@ def render(status: Status) -> RenderableType:
         Text(status.title, style="bold"),
         Text(done),
         ProgressBar(total=max(status.steps, 1), completed=status.step, width=24),
-        Text("" if status.left_s is None else f"{duration(status.left_s)} left", style="dim"),
+        Text("" if not status.left_s else f"{duration(status.left_s)} left", style="dim"),
     )
     facts = Table.grid(padding=(0, 2))
     loss = "loss -" if status.loss is None else f"loss {status.loss:.4f}"
-    held_out = " ".join(f"{value:.4f} (step {step})" for step, value in status.held_out[-2:])
+    held_out = " → ".join(f"{value:.3f}" for _, value in [*status.held_out[:1], *status.held_out[1:][-1:]])
     facts.add_row(
         Text(loss, style="bold cyan"),
-        Text(sparkline(status.losses, 32), style="cyan"),
+        Text(sparkline(status.losses, 20), style="cyan"),
         Text(f"{status.tokens_per_s:,.0f} tokens/s"),
         Text(f"held out {held_out}" if held_out else ""),
         Text(f"{status.skipped} skipped" if status.skipped else "", style="yellow"),

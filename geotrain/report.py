@@ -37,9 +37,9 @@ h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 10px;
 p { margin: 0 0 10px; } .note, .sub { color: var(--dim); } .sub { margin-bottom: 20px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
   margin-top: 18px; overflow-x: auto; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, auto)); gap: 12px; }
 .cards div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 14px; }
-.cards b { display: block; font-size: 20px; white-space: nowrap; font-weight: 600; font-variant-numeric: tabular-nums; }
+.cards b { display: block; font-size: 19px; white-space: nowrap; font-weight: 600; font-variant-numeric: tabular-nums; }
 .cards span { color: var(--dim); font-size: 13px; }
 table { border-collapse: collapse; width: 100%; margin-top: 10px; font-variant-numeric: tabular-nums; font-size: 14px; }
 th { text-align: left; color: var(--dim); font-weight: 500; } th, td { padding: 5px 12px 5px 0; vertical-align: top;
@@ -75,7 +75,7 @@ def write_json(path: Path, facts: Facts) -> None:
 
 def html(facts: Facts) -> str:
     """The whole page. `facts` are `facts.Recorder.facts`, with or without `run`, `sample`, `machine` and paths."""
-    title = f"geotrain: {facts.get('run') or 'a run'}"
+    title = facts.get("run") or "geotrain: a run"
     sections = [
         _section("Loss", _loss(facts)),
         _section("Throughput", _throughput(facts)),
@@ -211,7 +211,11 @@ def _plan(facts: Facts) -> str:
     head = ["stage: peer", "ops", "from - to", "window", "busy a step: predicted, measured", "memory, predicted"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in facts["plan_notes"])
     step = _predicted(facts["predicted_step_seconds"], facts["median_step_seconds"])
-    step_note = f'<p class="note" style="margin-top: 10px">A step: predicted, measured: {step}.</p>' if facts["predicted_step_seconds"] else ""
+    step_note = (
+        f'<p class="note" style="margin-top: 10px">A step: predicted, measured: {step}.</p>'
+        if facts["predicted_step_seconds"]
+        else ""
+    )
     return _table(head, rows, left=(0, 2)) + step_note + (f'<ul class="log">{notes}</ul>' if notes else "")
 
 
