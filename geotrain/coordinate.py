@@ -1,11 +1,11 @@
 """`geotrain coordinator` and `geotrain plan`: a job for peers that join from elsewhere. I/O."""
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
+from . import loops
 from .base import Peer, Plan
 from .config import JobConfig, load_job
 from .coordinator import Coordinator
@@ -56,7 +56,7 @@ def coordinate(
             _invite(runner, work, ticket)
             return coordinator.run()
 
-        asyncio.run(runner.train(coordinator, drive))
+        loops.run(runner.train(coordinator, drive))
     return runner.finish(run_dir, json_path=json_path)
 
 

@@ -1,12 +1,12 @@
 """`geotrain demo`: a coordinator and its peers on this machine, on links like those between homes. I/O."""
 
-import asyncio
 import time
 from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
 
+from . import loops
 from .config import parse_job
 from .coordinator import Coordinator
 from .generate import TextModel
@@ -67,9 +67,11 @@ def demo(
                     on_event=runner.on_event, topology=shape, wait_s=60.0,
                 )  # fmt: skip
                 drive = train_with(coordinator, processes, runner.recorder)
-                asyncio.run(runner.train(coordinator, drive))
-            runner.say("the trained model writes a few lines")
-            sample = _sample(run_dir, seed)
+                loops.run(runner.train(coordinator, drive))
+            sample = None
+            if not runner.interrupted:
+                runner.say("the trained model writes a few lines")
+                sample = _sample(run_dir, seed)
     return runner.finish(run_dir, json_path=json_path, sample=sample)
 
 
