@@ -19,7 +19,16 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 
 def _beside_the_file(path: str, info: ValidationInfo) -> str:
     folder = (info.context or {}).get("folder")
-    return str(Path(folder, Path(path).expanduser())) if folder else path
+    try:
+        return str(Path(folder, Path(path).expanduser())) if folder else path
+    except RuntimeError:
+        raise ValueError("starts in the home of a user that this machine does not know") from None
+
+
+def _different(names: tuple[str, str]) -> tuple[str, str]:
+    if names[0] == names[1]:
+        raise ValueError("should be two different names")
+    return names
 
 
 def _one_or_many(value: Any) -> Any:
@@ -162,7 +171,7 @@ class DataSection(Section):
     held_out: Fraction = 0.05
     """Share of the samples that is never trained on; 0: none."""
 
-    names: tuple[str, str] | None = None
+    names: Annotated[tuple[str, str], AfterValidator(_different)] | None = None
     """The two parameters of the model's forward, inputs and labels. By default tokens and labels for text,
     images and labels for images, and for Hugging Face models input_ids or pixel_values and labels."""
 
@@ -388,7 +397,7 @@ def dump_job(job: JobConfig) -> str:
 
 def _read(path: Path, what: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such {what} file; check the path") from None
     except UnicodeDecodeError as error:

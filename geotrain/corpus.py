@@ -4,7 +4,9 @@ Every reader raises `DataError`, one line, with the file and what is wrong in it
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,13 +122,17 @@ def _records(path: Path, field: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: line {number} is not JSON: {error}") from None
         if not isinstance(record, dict) or field not in record:
             known = f"; it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else ""
             raise DataError(f"{path}: line {number} has no {field!r}{known}; set [data] field")
         if not isinstance(record[field], str):
             raise DataError(f"{path}: line {number}: {field!r} is {type(record[field]).__name__}, not text")
+        try:
+            record[field].encode()
+        except UnicodeEncodeError:  # JSON can write half of a surrogate pair, which is no character
+            raise DataError(f"{path}: line {number}: {field!r} holds half a surrogate pair; correct it") from None
         yield record[field]
 
 
@@ -167,7 +173,7 @@ def read_images(paths: Sequence[str]) -> tuple[Array, Array]:
         archive = _load(files[0])
         if isinstance(archive, np.ndarray) or not {"images", "labels"} <= set(archive.files):
             raise DataError(f"{files[0]}: needs arrays called images and labels; save with numpy.savez")
-        with archive:
+        with archive, _plain_numbers(files[0]):
             images, labels = archive["images"], archive["labels"]
     elif len(files) == 2:
         images, labels = (_load(path, mmap_mode="r") for path in files)
@@ -182,7 +188,14 @@ def read_images(paths: Sequence[str]) -> tuple[Array, Array]:
 
 
 def _load(path: Path, mmap_mode: Any = None) -> Any:
-    try:
+    with _plain_numbers(path):
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (ValueError, OSError, EOFError, BadZipFile) as error:
+
+
+@contextmanager
+def _plain_numbers(path: Path) -> Generator[None, None, None]:
+    """What numpy raises over a file. An archive is read when an array is asked for, not when it is opened."""
+    try:
+        yield
+    except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: not a numpy file of plain numbers: {' '.join(str(error).split())[:200]}") from None

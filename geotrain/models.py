@@ -248,7 +248,7 @@ def _from_factory(config: FactoryModel) -> nn.Module:
         model = make()
     except UserError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         what = f"{type(error).__name__}: {_one_line(error)}"
         raise UserError(f"[model] factory: {file}{_line_in(error, path)} raised {what}") from error
     if not isinstance(model, nn.Module):
@@ -256,7 +256,7 @@ def _from_factory(config: FactoryModel) -> nn.Module:
     return model
 
 
-def _line_in(error: Exception, path: Path) -> str:
+def _line_in(error: BaseException, path: Path) -> str:
     """`:12`, where the error passed through the file last."""
     if isinstance(error, SyntaxError):
         return f":{error.lineno}"
@@ -264,5 +264,5 @@ def _line_in(error: Exception, path: Path) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

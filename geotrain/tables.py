@@ -49,11 +49,14 @@ S = TypeVar("S", bound=Section)
 def parse(kind: type[S], text: str, source: str, folder: Path | None) -> S:
     try:
         values = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        # JSON mode: strict types, but lists where a TOML file cannot say tuple. A TOML date becomes a string.
+        typed = json.dumps(values, default=str)
     except ValueError as error:
         raise ConfigError(f"{source}: malformed: {str(error)[:200]}; correct that line") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: malformed: brackets are nested too deep; remove some") from None
     try:
-        # JSON mode: strict types, but lists where a TOML file cannot say tuple. A TOML date becomes a string.
-        return kind.model_validate_json(json.dumps(values, default=str), context={"folder": folder})
+        return kind.model_validate_json(typed, context={"folder": folder})
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(kind, error)}") from None
 
