@@ -6,7 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from .errors import GeotrainError, UserError
+from .errors import GeotrainError
 
 # Newer versions of Typer carry a copy of click: this is the one that it raises.
 ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -83,7 +83,10 @@ def coordinator(
 
 @app.command()
 def join(
-    ticket: Annotated[str, typer.Argument(help="What the coordinator printed; - reads it from standard input.")],
+    ticket: Annotated[
+        str,
+        typer.Argument(help="What the coordinator printed; - reads it from standard input, and leaves when that ends."),
+    ],
     duty: Annotated[float, typer.Option(help="Share of the time that this machine may compute.")] = 1.0,
     memory: Annotated[float | None, typer.Option(help="GiB it may use; by default most of what is free.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps or xpu.")] = "auto",
@@ -97,6 +100,10 @@ def join(
     """Join a run and work for it until it ends. Ctrl+C: leave once the step is finished and handed over."""
     from json import dumps
 
+    from .parent import Parent
+
+    parent = Parent() if ticket == "-" else None
+
     from .config import PeerConfig
     from .local import read_topology
     from .peer import main as work
@@ -108,12 +115,9 @@ def join(
     }  # fmt: skip
     config = parse(PeerConfig, dumps(options), "geotrain join", None)
     shape = read_topology(topology) if topology is not None else None
-    child = ticket == "-"
-    if child:
-        ticket = sys.stdin.readline()
-        if not ticket.strip():
-            raise UserError("standard input ended before a ticket came")
-    return work(config, ticket, topology=shape, parent_pipe=child)
+    if parent is not None:
+        ticket = parent.ticket()
+    return work(config, ticket, topology=shape, parent_pipe=parent is not None)
 
 
 @app.command()

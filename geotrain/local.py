@@ -121,7 +121,7 @@ class LocalPeers:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(5.0 if kind is None else 0.0)
+        self.close(2.0 if kind is None else 0.0)
 
 
 def train_with(

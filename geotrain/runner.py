@@ -24,7 +24,7 @@ from .results import Result
 from .runfolder import PLAN
 from .words import duration
 
-DRAIN_S = 7.0
+DRAIN_S = 5.0
 """After Ctrl+C a step has so long to finish and be saved; who started us may want us gone in 10 s."""
 
 
@@ -43,6 +43,11 @@ class Runner:
 
     def say(self, doing: str) -> None:
         self._view(events.Waiting(doing))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl+C ended the run."""
+        return self.recorder.ended is not None and self.recorder.ended.reason == "interrupted"
 
     def print(self, line: str) -> None:
         """A line that stays, above what is drawn again and again."""
@@ -105,7 +110,7 @@ class Runner:
         if json_path is not None:
             write_json(json_path, facts)
         print_summary(self.console, facts)
-        return 130 if facts["reason"] == "interrupted" else 0
+        return 130 if self.interrupted else 0
 
 
 def machine_facts() -> dict[str, Any]:

@@ -24,7 +24,8 @@ LAYERS = [
     # processes
     "peer", "coordinator",
     # faces
-    "live", "report", "runner", "jobs", "local", "coordinate", "generate", "demo", "trainer", "cli", "__main__",
+    "parent", "live", "report", "runner", "jobs", "local", "coordinate", "generate", "demo", "trainer", "cli",
+    "__main__",
 ]  # fmt: skip
 
 PURE = LAYERS[: LAYERS.index("disk")]
