@@ -202,12 +202,15 @@ def test_from_coordinator_to_export_and_resume(tmp_path):
 def test_a_volunteer_leaves_with_ctrl_c_and_the_run_goes_on(tmp_path):
     path = job(tmp_path, steps=400)
     with coordinator(tmp_path, path) as (process, ticket), joined(tmp_path, ticket, "anna", "ben") as peers:
+        at_work = None
         for line in process.stdout:
+            at_work = at_work or re.match(r"plan 1 .*stage 0 on (\w+)", line)
             if re.match(r"step \d", line):
                 break
-        peers[0].send_signal(signal.SIGINT)
-        output, _ = peers[0].communicate(timeout=30)
-        assert peers[0].returncode == 0, output
+        leaver = peers[["anna", "ben"].index(at_work[1])]
+        leaver.send_signal(signal.SIGINT)
+        output, _ = leaver.communicate(timeout=30)
+        assert leaver.returncode == 0, output
         assert "leav" in output
         seen = []
         for line in process.stdout:
