@@ -55,12 +55,21 @@ def open_job(job: JobConfig) -> Work:
     if config.fresh:
         return Work(job, graph, source, None)
     weights = WeightStore(config.path)
-    aliases = {name: [a for a, kept in graph.ties.items() if kept == name] for name in graph.parameters}
-    missing = [n for n in graph.parameters if not any(other in weights for other in (n, *aliases[n]))]
+    stored = _stored_names(graph, weights)
+    missing = [name for name in graph.parameters if name not in stored]
     if len(missing) == len(graph.parameters):
         raise CheckpointError(f"{config.path} has none of this model's parameters; is it another model's?")
-    notes = (f"not in {config.path}, so fresh: {', '.join(missing)}",) if missing else ()
-    return Work(job, graph, source, weights, notes)
+    notes = [f"not in {config.path}, so fresh: {', '.join(missing)}"] if missing else []
+    entries = {**graph.parameters, **graph.buffers}
+    for name, there in stored.items():
+        if weights.spec(there).shape != entries[name].spec.shape:
+            theirs, ours = weights.spec(there).shape, entries[name].spec.shape
+            raise CheckpointError(f"{config.path}: {there} has the shape {theirs}, its config.json makes it {ours}")
+    if any(weights.spec(there).dtype != entries[name].spec.dtype for name, there in stored.items()):
+        dtypes = {name: entries[name].spec.dtype for name in stored}
+        weights = _converted(weights, stored, dtypes, run_folder(job) / _WEIGHTS)
+        notes.append(f"the weights of {config.path} were converted to {config.dtype}; [model] dtype chooses another")
+    return Work(job, graph, source, weights, tuple(notes))
 
 
 def resume_job(run_dir: Path, job: JobConfig | None = None) -> Work:
@@ -98,6 +107,30 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     with disk_errors(folder, "the weights"):
         folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / SINGLE, specs, lambda name: tensor_chunks(tensors[name]))
+
+
+def _stored_names(graph: OpGraph, weights: WeightStore) -> dict[str, str]:
+    """By parameter and buffer, the name that the store has it under: its own, or another name of the same tensor."""
+    aliases: dict[str, list[str]] = {}
+    for alias, kept in graph.ties.items():
+        aliases.setdefault(kept, []).append(alias)
+    names = {name: [name, *aliases.get(name, ())] for name in (*graph.parameters, *graph.buffers)}
+    return {name: next(n for n in all_names if n in weights) for name, all_names in names.items()
+            if any(n in weights for n in all_names)}  # fmt: skip
+
+
+def _converted(weights: WeightStore, stored: Mapping[str, str], dtypes: Mapping[str, str], folder: Path) -> WeightStore:
+    """The weights in other dtypes, written to `folder` tensor by tensor."""
+    specs = {name: TensorSpec(weights.spec(there).shape, dtypes[name]) for name, there in stored.items()}
+    with disk_errors(folder, "the weights"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with weights:
+        write_tensors(
+            folder / SINGLE,
+            specs,
+            lambda name: tensor_chunks(weights.load(stored[name]).to(getattr(torch, dtypes[name]))),
+        )
+    return WeightStore(folder)
 
 
 def _keep_config(source: Path, folder: Path) -> None:

@@ -219,3 +219,25 @@ def test_a_volunteer_leaves_with_ctrl_c_and_the_run_goes_on(tmp_path):
                 break
         assert seen[-1].startswith("plan 2"), "".join(seen)
         assert process.poll() is None
+
+
+def test_hugging_face_weights_of_another_dtype_are_converted_and_come_back_as_a_folder(tmp_path):
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "llama")
+    text = '[run]\nname = "tiny"\ndir = "{folder}/runs"\n[model]\nkind = "hf"\npath = "llama"\ncontext = 32\n'
+    train = "[train]\nsteps = 1\nmicrobatches = 2\nmicrobatch_size = 1\nlr = 1e-9\nweight_decay = 0.0\n"
+    path = job(tmp_path, text + train)
+    with coordinator(tmp_path, path) as (process, ticket), joined(tmp_path, ticket, "anna"):
+        output = process.stdout.read()
+        assert process.wait(60) == 0, output
+    assert run(tmp_path, "export", tmp_path / "runs" / "tiny", "out").returncode == 0
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(again.state_dict()[name], tensor.float(), atol=1e-6), name
