@@ -20,6 +20,7 @@ from . import protocol
 from .base import TensorSpec
 from .errors import CoordinatorLost, GeotrainError, RemoteError, UserError
 from .identity import Ticket
+from .transports.direct import CLIENT_OPTIONS, SERVER_OPTIONS
 
 _SERVICE = "geotrain.Control"
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -27,31 +28,14 @@ _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 _HELLO_S = 20.0
 """A connection that has not said hello by then is dropped."""
 
-_KEEPALIVE: list[tuple[str, Any]] = [
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # Without this one a stopped peer is noticed after 60 s, whatever the timeout above says.
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
-
-SERVER_OPTIONS: list[tuple[str, Any]] = [
-    *_KEEPALIVE,
-    ("grpc.so_reuseport", 0),  # or a second coordinator would quietly share the port
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),
+_SERVER_LIMITS: list[tuple[str, Any]] = [
     # A client may send no more than an upload's header or a chunk before it has shown its token.
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_send_message_length", protocol.MESSAGE_BYTES),
 ]
-
-_CLIENT_OPTIONS: list[tuple[str, Any]] = [
-    *_KEEPALIVE,
-    ("grpc.use_local_subchannel_pool", 1),  # channels to one address would share a connection otherwise
+_CLIENT_LIMITS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", protocol.MESSAGE_BYTES),
     ("grpc.max_send_message_length", 4 << 20),
-    ("grpc.enable_http_proxy", 0),
 ]
 
 
@@ -175,7 +159,7 @@ async def serve(host: str, port: int, mount: Mount) -> tuple[grpc.aio.Server, in
 
     Raises `UserError` if the address cannot be had, such as a port in use.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=[*SERVER_OPTIONS, *_SERVER_LIMITS])
     mount(server)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
@@ -222,7 +206,7 @@ class Dialled:
         raise CoordinatorLost(f"no coordinator answers at {where}; is it running, and can it be reached?")
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        self._channels.append(grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS))
+        self._channels.append(grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *_CLIENT_LIMITS]))
         return self._channels[-1]
 
     async def send(self, message: protocol.FromPeer) -> None:

@@ -87,10 +87,6 @@ class StageRunner:
         """The trainable parameters that this stage owns."""
         return {n: self.tensors[n] for n, p in self.graph.parameters.items() if p.requires_grad}
 
-    @property
-    def live_microbatches(self) -> int:
-        return len(self._live)
-
     def forward(
         self, step: int, microbatch: int, received: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
@@ -154,9 +150,3 @@ class StageRunner:
         values = {s.value: env[s.value] for s in self.graph.sends if not s.once}
         loss = None if self.graph.loss is None else env[self.graph.loss]
         return values, loss, {outside: env[name] for outside, name in self.graph.outputs.items()}
-
-    def discard(self) -> None:
-        """Forgets microbatches in flight and accumulated gradients: the step did not happen."""
-        self._live.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None

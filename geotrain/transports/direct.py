@@ -25,22 +25,21 @@ _KEEPALIVE: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-_LIMITS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", CHUNK_BYTES),
-    ("grpc.max_send_message_length", CHUNK_BYTES),
-]
-_SERVER_OPTIONS: list[tuple[str, Any]] = [
+SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,
-    *_LIMITS,
-    ("grpc.so_reuseport", 0),  # or a second peer would quietly share the port
+    ("grpc.so_reuseport", 0),  # or a second one of us would quietly share the port
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
-_CLIENT_OPTIONS: list[tuple[str, Any]] = [
+"""What every server of ours has; the control channel adds its own limits."""
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,
-    *_LIMITS,
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address would share a connection otherwise
     ("grpc.enable_http_proxy", 0),
+]
+_LIMITS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", CHUNK_BYTES),
+    ("grpc.max_send_message_length", CHUNK_BYTES),
 ]
 
 
@@ -74,7 +73,7 @@ class DirectTransport(StreamTransport):
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(options=[*SERVER_OPTIONS, *_LIMITS])
         self.mount(server)
         where = f"{self._host}:{self._port}"
         try:
@@ -107,9 +106,9 @@ class DirectTransport(StreamTransport):
     @asynccontextmanager
     async def connect(self, address: str) -> AsyncIterator["_GrpcStream"]:
         if self._channel_credentials is None:
-            channel = grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+            channel = grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *_LIMITS])
         else:
-            channel = grpc.aio.secure_channel(address, self._channel_credentials, options=_CLIENT_OPTIONS)
+            channel = grpc.aio.secure_channel(address, self._channel_credentials, options=[*CLIENT_OPTIONS, *_LIMITS])
         try:
             method: Any = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
             yield _GrpcStream(method(wait_for_ready=True))
