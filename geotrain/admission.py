@@ -62,7 +62,7 @@ class Admission:
             return
         if (spec.shape, spec.dtype) != (expected.shape, expected.dtype):
             raise RemoteProtocolError(f"{src} sends {key.value!r} as {spec}, which is not the graph's")
-        if codec not in CODECS or nbytes != CODECS[codec].size_bytes(spec):
+        if codec not in CODECS or not CODECS[codec].accepts(spec, nbytes):
             raise RemoteProtocolError(
                 f"{src} sends {nbytes} bytes of {key.value!r}, which has others, or another codec"
             )

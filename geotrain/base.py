@@ -70,12 +70,16 @@ class TensorSpec:
 class Peer:
     """A process on someone's machine, as the planner sees it.
 
-    `flops_per_s` is measured with the duty cap applied; `memory_bytes` is what the owner allows.
+    `flops_per_s` is measured with the duty cap applied; `memory_bytes` is what the owner allows. All links from a
+    peer share its uplink, all links to it its downlink; infinite where nothing is known. `region` groups peers.
     """
 
     name: str
     flops_per_s: float
     memory_bytes: int
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Ops `[first_op, end_op)` of the graph, run by one peer. `window` bounds its live microbatches."""
+    """Ops `[first_op, end_op)` of the graph, run by one peer. `window` bounds its live microbatches.
+
+    `codec_forward` is for the values that the stage sends, `codec_backward` for the gradients that it sends: a codec
+    belongs to the sender. `recompute`: a microbatch keeps only what it received, and runs forward again for backward.
+    """
 
     peer: str
     first_op: int
@@ -129,13 +137,16 @@ class Stage:
     memory_bytes: int = 0
     codec_forward: str = "identity"
     codec_backward: str = "identity"
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Who runs what. A value: made by `geotrain.planner`, kept in a file, checked before launch.
 
-    `graph_hash` ties it to one graph; `epoch` is its version number in a run.
+    `graph_hash` ties it to one graph; `epoch` is its version number in a run. `period_seconds` is the time between
+    two microbatches at the bottleneck; no plan can make a step shorter than `lower_bound_seconds`; `benched` peers
+    are left out, and `notes` say why.
     """
 
     graph_hash: str
@@ -144,6 +155,9 @@ class Plan:
     stages: tuple[Stage, ...]
     epoch: int = 1
     step_seconds: float = 0.0
+    period_seconds: float = 0.0
+    lower_bound_seconds: float = 0.0
+    benched: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> str:
@@ -158,8 +172,8 @@ class Plan:
                 raise TypeError("a plan is an object with a list of stages")
             record = cast(dict[str, Any], loaded)
             rows: list[dict[str, Any]] = record.pop("stages")
-            notes: list[str] = record.pop("notes", [])
-            plan = Plan(stages=tuple(Stage(**row) for row in rows), notes=tuple(notes), **record)
+            lists = {name: tuple(record.pop(name, ())) for name in ("benched", "notes")}
+            plan = Plan(stages=tuple(Stage(**row) for row in rows), **lists, **record)
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan file: {error}; write one with `geotrain plan`") from None
         for where, row, kinds in [
@@ -167,7 +181,7 @@ class Plan:
         ]:  # fmt: skip
             for name, kind in kinds.items():
                 value = getattr(row, name)
-                if not isinstance(value, kind) or isinstance(value, bool):
+                if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                     raise PlanError(f"this is not a plan file: {where} has {name}={value!r}")
         return plan
 
@@ -182,6 +196,7 @@ _STAGE_TYPES: dict[str, Any] = {
     "window": int,
     "codec_forward": str,
     "codec_backward": str,
+    "recompute": bool,
 }
 _PLAN_TYPES: dict[str, Any] = {"graph_hash": str, "schedule": str, "microbatches": int, "epoch": int}
 

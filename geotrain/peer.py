@@ -22,7 +22,7 @@ from . import protocol
 from .admission import Admission
 from .base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
 from .channel import Dialled
-from .codecs import get_codec
+from .codecs.identity import from_raw, raw
 from .config import PeerConfig, TrainConfig
 from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError
 from .graph import StageGraph, from_bytes
@@ -203,8 +203,8 @@ class PeerProcess:
         if tensor is None:
             frame = Frame(key, "identity", TensorSpec((), "float32"), [], absent=True)
         else:
-            payload, _ = get_codec("identity").encode(tensor, None)
-            frame = Frame(key, "identity", tensor_spec(tensor), list(payload))
+            payload = raw(tensor)
+            frame = Frame(key, "identity", tensor_spec(tensor), payload)
         for stage in stages:
             self._spawn(self._deliver(self._names[stage], frame))
 
@@ -221,8 +221,7 @@ class PeerProcess:
         tensor = None
         if not frame.absent:
             payload = frame.payload[0] if frame.payload else memoryview(b"")
-            decode = get_codec(frame.codec).decode
-            tensor, _ = decode(payload, frame.spec, self._machine.device, None)
+            tensor = from_raw(payload, frame.spec, self._machine.device)
         stage.worker.put(frame.key, tensor)
 
     def _on_lost(self, name: str, reason: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from geotrain.codecs import get_codec
+from geotrain.codecs import Message, get_codec
 from geotrain.graph import StageGraph, from_bytes, to_bytes
 from geotrain.graph.serial import tensor_spec
 from geotrain.stage import StageRunner
@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 def across(tensor: torch.Tensor) -> torch.Tensor:
     """What arrives when `tensor` is sent with the identity codec."""
     codec = get_codec("identity")
-    payload, _ = codec.encode(tensor, None)
+    payload, _ = codec.encode(tensor, {}, Message(0))
     data = bytearray(b"".join(payload))
     assert len(data) == codec.size_bytes(tensor_spec(tensor))
-    received, _ = codec.decode(memoryview(data), tensor_spec(tensor), CPU, None)
+    received, _ = codec.decode(memoryview(data), tensor_spec(tensor), CPU, {}, Message(0))
     assert received.shape == tensor.shape and received.dtype == tensor.dtype
     return received
 

@@ -1,10 +1,10 @@
 """How tensors are written for a link. Pure."""
 
 from ..errors import PlanError
-from .base import Codec, Payload, State
+from .base import Codec, Message, Payload, State, message_key
 from .identity import IDENTITY
 
-CODECS = {codec.name: codec for codec in (IDENTITY,)}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (IDENTITY,)}
 
 
 def get_codec(name: str) -> Codec:
@@ -14,4 +14,4 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]
 
 
-__all__ = ["CODECS", "Codec", "Payload", "State", "get_codec"]
+__all__ = ["CODECS", "Codec", "Message", "Payload", "State", "get_codec", "message_key"]

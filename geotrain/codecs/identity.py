@@ -5,6 +5,7 @@ repeated (stride 0) dimension is sent once: a kernel that meets another layout m
 training would no longer equal unsplit training to the last bit. No copy is made of a dense CPU tensor.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,35 @@ from ..base import TensorSpec
 from ..errors import RemoteProtocolError
 from ..graph.ops import to_dtype
 from ..graph.serial import tensor_spec
-from .base import Codec, Payload
+from .base import Message, Payload, State
 
 
-def _encode(tensor: torch.Tensor, state: None) -> tuple[Payload, None]:
+@dataclass(frozen=True, slots=True)
+class Identity:
+    name: str = "identity"
+    lossless: bool = True
+    unbiased: bool = True
+
+    def init(self, spec: TensorSpec) -> State:
+        return {}
+
+    def encode(self, tensor: torch.Tensor, state: State, message: Message) -> tuple[Payload, State]:
+        return raw(tensor), state
+
+    def decode(
+        self, payload: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message
+    ) -> tuple[torch.Tensor, State]:
+        return from_raw(payload, spec, device), state
+
+    def size_bytes(self, spec: TensorSpec) -> int:
+        return spec.packed.nbytes
+
+    def accepts(self, spec: TensorSpec, nbytes: int) -> bool:
+        return nbytes == spec.packed.nbytes
+
+
+def raw(tensor: torch.Tensor) -> Payload:
+    """The elements as they lie in memory, without gaps."""
     spec = tensor_spec(tensor)
     packed = tensor.detach()
     if spec.stride is not None:
@@ -26,24 +52,25 @@ def _encode(tensor: torch.Tensor, state: None) -> tuple[Payload, None]:
         packed = packed.permute(spec.dims_in_memory)
     # as_strided, because the one element of an expanded scalar keeps its stride 0 through contiguous() and view()
     flat = packed.contiguous().as_strided((packed.numel(),), (1,)).view(torch.uint8).cpu()
-    return [memoryview(cast(Any, flat.numpy()))] if flat.numel() else [], None
+    return [memoryview(cast(Any, flat.numpy()))] if flat.numel() else []
 
 
-def _decode(payload: memoryview, spec: TensorSpec, device: torch.device, state: None) -> tuple[torch.Tensor, None]:
+def from_raw(payload: memoryview, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """The inverse of `raw`, in the layout of `spec`. Raises `RemoteProtocolError`."""
     packed = spec.packed
     if payload.nbytes != packed.nbytes:
         raise RemoteProtocolError(f"{payload.nbytes} bytes came for a tensor of {packed.nbytes} bytes")
     dtype = to_dtype(spec.dtype)
     if not payload.nbytes:
-        return torch.empty(spec.shape, dtype=dtype, device=device), None
+        return torch.empty(spec.shape, dtype=dtype, device=device)
     tensor = torch.frombuffer(payload, dtype=dtype).view(packed.shape).to(device)
     if spec.stride is None:
-        return tensor, None
+        return tensor
     order = spec.dims_in_memory
     tensor = tensor.permute([order.index(d) for d in range(len(order))]).expand(spec.shape)
     if tensor.stride() != spec.stride:
         tensor = _with_layout(tensor, spec)
-    return tensor, None
+    return tensor
 
 
 def _with_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -55,12 +82,4 @@ def _with_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return strided
 
 
-def _size_bytes(spec: TensorSpec) -> int:
-    return spec.packed.nbytes
-
-
-def _init(_: TensorSpec) -> None:
-    return None
-
-
-IDENTITY = Codec("identity", _init, _encode, _decode, _size_bytes)
+IDENTITY = Identity()

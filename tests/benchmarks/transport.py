@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from geotrain.base import Frame, FrameKey
-from geotrain.codecs import get_codec
+from geotrain.codecs.identity import raw
 from geotrain.graph.serial import tensor_spec
 from geotrain.transports.direct import DirectTransport
 
@@ -73,8 +73,8 @@ async def receive(pipe: Connection) -> None:
 
 
 def frame_of(tensor: torch.Tensor, step: int) -> Frame:
-    payload, _ = get_codec("identity").encode(tensor, None)
-    return Frame(FrameKey(1, step, 0, "x", "F"), "identity", tensor_spec(tensor), list(payload))
+    payload = raw(tensor)
+    return Frame(FrameKey(1, step, 0, "x", "F"), "identity", tensor_spec(tensor), payload)
 
 
 async def measure(pipe: Connection, mib: int, rounds: int) -> dict[str, dict[str, float]]:

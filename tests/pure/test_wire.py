@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from geotrain import wire
 from geotrain.base import ITEM_BYTES, ONCE, PROTOCOL_VERSION, Direction, Frame, FrameKey, TensorSpec
-from geotrain.codecs import get_codec
+from geotrain.codecs.identity import from_raw, raw
 from geotrain.errors import RemoteProtocolError
 from geotrain.graph.serial import tensor_spec
 
@@ -26,7 +26,7 @@ DTYPES = sorted(name for name in ITEM_BYTES if not name.startswith("float8"))  #
 
 
 def frame_of(tensor: torch.Tensor, key: FrameKey = KEY) -> Frame:
-    payload, _ = get_codec("identity").encode(tensor, None)
+    payload = raw(tensor)
     return Frame(key, "identity", tensor_spec(tensor), list(payload))
 
 
@@ -40,7 +40,7 @@ def to_bytes(frame: Frame) -> bytes:
 
 def tensor_of(frame: Frame) -> torch.Tensor:
     payload = frame.payload[0] if frame.payload else memoryview(b"")
-    tensor, _ = get_codec(frame.codec).decode(payload, frame.spec, torch.device("cpu"), None)
+    tensor = from_raw(payload, frame.spec, torch.device("cpu"))
     return tensor
 
 

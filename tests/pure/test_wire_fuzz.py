@@ -14,7 +14,8 @@ import xxhash
 
 from geotrain import wire
 from geotrain.base import PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
-from geotrain.codecs import CODECS, get_codec
+from geotrain.codecs import CODECS
+from geotrain.codecs.identity import from_raw, raw
 from geotrain.errors import RemoteProtocolError
 from geotrain.graph.serial import tensor_spec
 
@@ -52,7 +53,7 @@ def seeds() -> list[tuple[bytes, list[object], bytes]]:
     ]
     frames = [Frame(FrameKey(1, 2, -1, "h", "B"), "identity", TensorSpec((), "float32"), [], absent=True)]
     for i, tensor in enumerate(tensors):
-        payload, _ = get_codec("identity").encode(tensor, None)
+        payload = raw(tensor)
         frames.append(Frame(FrameKey(1, 2, i, f"layers.{i}", "F"), "identity", tensor_spec(tensor), list(payload)))
     found: list[tuple[bytes, list[object], bytes]] = []
     for frame in frames:
@@ -137,7 +138,7 @@ def feed(rng: random.Random, data: bytes) -> str:
     for frame in frames:
         try:
             for part in frame.payload:
-                get_codec(frame.codec).decode(part, frame.spec, torch.device("cpu"), None)
+                from_raw(part, frame.spec, torch.device("cpu"))
         except RemoteProtocolError:
             return "refused"
     return "taken" if frames else "waiting"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from geotrain.base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
-from geotrain.codecs import get_codec
+from geotrain.codecs.identity import from_raw, raw
 from geotrain.errors import PeerLost, RemoteProtocolError, UserError
 from geotrain.graph.serial import tensor_spec
 from geotrain.topology import Topology, parse
@@ -34,13 +34,13 @@ def frame_of(tensor: Tensor | None, microbatch: int = 0, epoch: int = 1, value: 
     key = FrameKey(epoch, 0, microbatch, value, "F" if tensor is not None else "B")
     if tensor is None:
         return Frame(key, "identity", TensorSpec((), "float32"), [], absent=True)
-    payload, _ = get_codec("identity").encode(tensor, None)
+    payload = raw(tensor)
     return Frame(key, "identity", tensor_spec(tensor), list(payload))
 
 
 def tensor_of(frame: Frame) -> Tensor:
     payload = frame.payload[0] if frame.payload else memoryview(b"")
-    tensor, _ = get_codec(frame.codec).decode(payload, frame.spec, torch.device("cpu"), None)
+    tensor = from_raw(payload, frame.spec, torch.device("cpu"))
     return tensor
 
 
