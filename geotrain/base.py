@@ -220,13 +220,15 @@ class FrameKey:
 @dataclass(slots=True)
 class Frame:
     """One tensor on its way. `payload` is the codec's output, one or more buffers that are joined on the wire;
-    `absent` means there is no tensor (no gradient flows here) and the payload is empty."""
+    `absent` means there is no tensor (no gradient flows here) and the payload is empty. `sent_s`: when it began to
+    leave, on the sender's monotonic clock."""
 
     key: FrameKey
     codec: str
     spec: TensorSpec
     payload: list[Any]
     absent: bool = False
+    sent_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -247,12 +249,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What crossed one directed link in a step: bytes on the wire, and seconds the link was busy sending."""
+    """What crossed one directed link in a step, as its receiver saw it.
+
+    `timed_bytes` took `busy_s` on the link; the rest of `nbytes` came in frames too short to time. `delay_s` is the
+    least time on the way, by the clocks of both ends, so it holds their offset; None if nothing came.
+    """
 
     src: str
     dst: str
     nbytes: int
+    timed_bytes: int
     busy_s: float
+    delay_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import protocol
 from .admission import Admission
-from .base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
+from .base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
 from .channel import Dialled
 from .codecs.identity import from_raw, raw
 from .config import PeerConfig, TrainConfig
@@ -64,7 +64,6 @@ class PeerProcess:
         )  # fmt: skip
         self._stage: StageThread | None = None
         self._names: tuple[str, ...] = ()
-        self._links: dict[str, LinkUse] = {}
         self._leaving = False
         self._said = ""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -146,9 +145,7 @@ class PeerProcess:
 
     def _post(self, message: protocol.FromPeer) -> None:
         if isinstance(message, protocol.Ready):
-            links = tuple(self._links.values())
-            self._links = {}
-            message = replace(message, report=replace(message.report, links=links))
+            message = replace(message, report=replace(message.report, links=tuple(self._transport.used())))
         self._outbox.put_nowait(message)
 
     def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> concurrent.futures.Future[None]:
@@ -210,9 +207,7 @@ class PeerProcess:
 
     async def _deliver(self, name: str, frame: Frame) -> None:
         with contextlib.suppress(RemoteError):  # `on_lost` tells
-            use = await self._transport.send(name, frame)
-            old = self._links.get(name, LinkUse(use.src, use.dst, 0, 0.0))
-            self._links[name] = LinkUse(use.src, use.dst, old.nbytes + use.nbytes, old.busy_s + use.busy_s)
+            await self._transport.send(name, frame)
 
     def _on_frame(self, src: str, frame: Frame) -> None:
         stage = self._stage

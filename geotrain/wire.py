@@ -1,7 +1,8 @@
 """Frames as bytes and back: a fixed prefix, a msgpack header, the raw payload, a checksum. No sockets. Pure.
 
     prefix    magic `GF`, version u8, zero u8, header bytes u32, payload bytes u64 (little-endian, 16 bytes)
-    header    msgpack list: run, epoch, step, microbatch, value, direction, attempt, codec, shape, dtype, stride, absent
+    header    msgpack list: run, epoch, step, microbatch, value, direction, attempt, codec, shape, dtype, stride, absent,
+              sent (seconds on the sender's monotonic clock)
     payload   the codec's output; for the identity codec the elements of `spec.packed`
     checksum  xxh3_64 of all that precedes it (little-endian, 8 bytes)
 
@@ -31,6 +32,9 @@ _CHECKSUM = struct.Struct("<Q")
 MAX_HEADER_BYTES = 4096
 """Names of values are paths of modules; the longest seen has under 200 bytes."""
 
+TIMED_BYTES = 32 << 10
+"""Frames of at least so many bytes are timed on the link; shorter ones say more about the machines."""
+
 _MAX_DIMS = 16
 _MAX_NAME = 512
 _MAX_ELEMENTS = 1 << 48
@@ -50,6 +54,7 @@ class FrameHeader:
     spec: TensorSpec
     nbytes: int
     absent: bool
+    sent_s: float
 
 
 def encode(frame: Frame, run: str) -> list[Buffer]:
@@ -60,7 +65,7 @@ def encode(frame: Frame, run: str) -> list[Buffer]:
     key, spec = frame.key, frame.spec
     fields = [
         run, key.epoch, key.step, key.microbatch, key.value, key.direction, key.attempt, frame.codec,
-        spec.shape, spec.dtype, spec.stride, frame.absent,
+        spec.shape, spec.dtype, spec.stride, frame.absent, float(frame.sent_s),
     ]  # fmt: skip
     header = cast(bytes, _msgpack.packb(fields))
     if len(header) > MAX_HEADER_BYTES:
@@ -74,7 +79,11 @@ def encode(frame: Frame, run: str) -> list[Buffer]:
 
 
 def pieces(buffers: Sequence[Buffer], most: int) -> Iterator[bytes]:
-    """The buffers cut and joined to messages of nearly equal size, `most` bytes at most. Each byte is copied once."""
+    """A frame's buffers cut and joined to messages of nearly equal size, `most` bytes at most. Each byte is copied
+    once. The header of a long frame goes ahead: between it and the end the receiver sees how fast the link is."""
+    if len(buffers) > 2 and sum(map(len, buffers)) >= TIMED_BYTES:
+        yield bytes(buffers[0])
+        buffers = buffers[1:]
     total = sum(map(len, buffers))
     size = -(-total // max(1, -(-total // most)))
     batch: list[memoryview] = []
@@ -143,7 +152,7 @@ class FrameParser:
             if digest.intdigest() != _CHECKSUM.unpack(check)[0]:
                 raise RemoteProtocolError(f"{header.key.value!r} came damaged: its checksum differs")
             parts = [payload] if nbytes else []
-            self._frames.append(Frame(header.key, header.codec, header.spec, parts, header.absent))
+            self._frames.append(Frame(header.key, header.codec, header.spec, parts, header.absent, header.sent_s))
 
 
 def _read_prefix(prefix: bytearray) -> tuple[int, int]:
@@ -164,9 +173,9 @@ def _read_header(data: bytearray, nbytes: int) -> FrameHeader:
         )
     except (ValueError, TypeError, OverflowError, _msgpack.UnpackException):
         raise RemoteProtocolError("a frame header is not msgpack of the kind that we write") from None
-    if type(fields) is not list or len(cast(list[Any], fields)) != 12:
-        raise RemoteProtocolError("a frame header has twelve fields")
-    run, epoch, step, microbatch, value, direction, attempt, codec, shape, dtype, stride, absent = cast(
+    if type(fields) is not list or len(cast(list[Any], fields)) != 13:
+        raise RemoteProtocolError("a frame header has thirteen fields")
+    run, epoch, step, microbatch, value, direction, attempt, codec, shape, dtype, stride, absent, sent_s = cast(
         list[Any], fields
     )
     if not all(type(name) is str for name in (run, value, direction, codec, dtype)) or direction not in _DIRECTIONS:
@@ -175,8 +184,10 @@ def _read_header(data: bytearray, nbytes: int) -> FrameHeader:
         raise RemoteProtocolError("a frame header's numbers are out of range")
     if type(absent) is not bool or (absent and nbytes):
         raise RemoteProtocolError("an absent tensor has no payload")
+    if type(sent_s) is not float or not math.isfinite(sent_s):
+        raise RemoteProtocolError("a frame header's time is no time")
     key = FrameKey(epoch, step, microbatch, value, direction, attempt)
-    return FrameHeader(run, key, codec, _read_spec(shape, dtype, stride), nbytes, absent)
+    return FrameHeader(run, key, codec, _read_spec(shape, dtype, stride), nbytes, absent, sent_s)
 
 
 def _read_spec(shape: Any, dtype: str, stride: Any) -> TensorSpec:

@@ -29,9 +29,13 @@ class Transport(Protocol):
         """Link up with these peers (this one's own name is passed over), for this epoch."""
         ...
 
-    async def send(self, dst: str, frame: Frame) -> LinkUse:
+    async def send(self, dst: str, frame: Frame) -> None:
         """Returns when the frame has left, so that whoever waits for it keeps within the link's pace. Frames to one
         peer leave in the order of the calls. The payload must not change meanwhile. Raises `PeerLost`."""
+        ...
+
+    def used(self) -> list[LinkUse]:
+        """What arrived over each link since this was last asked."""
         ...
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ import msgpack
 from .. import wire
 from ..base import PROTOCOL_VERSION, Frame, LinkUse
 from ..errors import GeotrainError, PeerLost, RemoteProtocolError
+from ..meter import Meter
 from ..topology import Topology
 from .base import Admit, OnFrame, OnLost, dials
 from .shaping import Shaper, Write
@@ -61,8 +62,8 @@ class _Link:
         self.ended: str | None = None
         self.over = asyncio.Event()
         self.more = asyncio.Event()
-        self.waiting: deque[tuple[Frame, asyncio.Future[LinkUse]]] = deque()
-        self.leaving: asyncio.Future[LinkUse] | None = None
+        self.waiting: deque[tuple[Frame, asyncio.Future[None]]] = deque()
+        self.leaving: asyncio.Future[None] | None = None
 
     def end(self, reason: str) -> None:
         self.ended = reason
@@ -90,6 +91,7 @@ class StreamTransport:
         self._shaper = None if topology is None else Shaper(topology, name)
         self._epoch = 0
         self._links: dict[str, _Link] = {}
+        self._meters: dict[str, Meter] = {}
         self._admit: Admit = _nothing
         self._dialling: set[asyncio.Task[None]] = set()
         self._hellos = 0
@@ -111,16 +113,24 @@ class StreamTransport:
                 task.add_done_callback(self._dialling.discard)
         self._wake_hellos()
 
-    async def send(self, dst: str, frame: Frame) -> LinkUse:
+    async def send(self, dst: str, frame: Frame) -> None:
         link = self._links.get(dst)
         if link is None or frame.key.epoch != link.epoch:
             raise PeerLost(f"{dst} is not linked in epoch {frame.key.epoch}")
         if link.ended is not None:
             raise PeerLost(link.ended)
-        future: asyncio.Future[LinkUse] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         link.waiting.append((frame, future))
         link.more.set()
-        return await future
+        await future
+
+    def reshape(self, topology: Topology) -> None:
+        """Keep to the rates and delays of another network from now on."""
+        if self._shaper is not None:
+            self._shaper.change(topology)
+
+    def used(self) -> list[LinkUse]:
+        return [meter.take() for meter in self._meters.values()]
 
     async def close(self) -> None:
         self._closed = True
@@ -237,16 +247,20 @@ class StreamTransport:
         return f"the connection to {link.peer} ended"
 
     async def _receive(self, link: _Link, stream: Stream) -> None:
+        meter = self._meters.setdefault(link.peer, Meter(link.peer, self.name))
+
         def admit(header: wire.FrameHeader) -> None:
             if header.run != self._run or header.key.epoch != link.epoch:
                 raise RemoteProtocolError(f"{link.peer} sends a frame of another run or epoch")
             self._admit(link.peer, header.key, header.codec, header.spec, header.nbytes, header.absent)
+            meter.began(header.sent_s, time.monotonic())
 
         parser = wire.FrameParser(admit)
         while chunk := await stream.read():
             if self._shaper is not None:
                 await self._shaper.into(link.peer, len(chunk))
             for frame in parser.feed(chunk):
+                meter.ended(frame.nbytes, time.monotonic())
                 if link.ended is None:
                     self._on_frame(link.peer, frame)
 
@@ -262,20 +276,19 @@ class StreamTransport:
                 await self._send_one(link, frame, link.leaving, write, size)
 
     async def _send_one(
-        self, link: _Link, frame: Frame, future: asyncio.Future[LinkUse], write: Write, size: int
+        self, link: _Link, frame: Frame, future: asyncio.Future[None], write: Write, size: int
     ) -> None:
         """Once begun, a frame is sent to its end, whether or not somebody still waits for it."""
+        frame.sent_s = time.monotonic()
         try:
             buffers = wire.encode(frame, self._run)
         except ValueError as error:
             future.set_exception(error)
             return
-        start_s, nbytes = time.monotonic(), 0
         for piece in wire.pieces(buffers, size):
             await write(piece)
-            nbytes += len(piece)
         if not future.done():
-            future.set_result(LinkUse(self.name, link.peer, nbytes, time.monotonic() - start_s))
+            future.set_result(None)
 
     def _lose(self, link: _Link, reason: str) -> None:
         if link.ended is None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from ..base import Link
 from ..topology import Topology
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -55,6 +56,15 @@ class Shaper:
         self._clock = clock
         self._uplink = Gate(topology.up_bytes_per_s(name))
         self._downlink = Gate(topology.down_bytes_per_s(name))
+        self._outs: dict[str, Out] = {}
+
+    def change(self, topology: Topology) -> None:
+        """From now on the network is another one."""
+        self._topology = topology
+        self._uplink.rate_bytes_per_s = topology.up_bytes_per_s(self._name)
+        self._downlink.rate_bytes_per_s = topology.down_bytes_per_s(self._name)
+        for dst, out in self._outs.items():
+            out.change(topology.link(self._name, dst))
 
     def piece_bytes(self, dst: str, most: int) -> int:
         """The size of messages to `dst`."""
@@ -62,9 +72,8 @@ class Shaper:
         return int(max(_LEAST_PIECE, min(most, _PIECE_S * rate)))
 
     def out(self, dst: str, write: Write) -> "Out":
-        link = self._topology.link(self._name, dst)
-        under_way = min(link.rate_bytes_per_s, _FAST) * (link.latency_s + 8 * _PIECE_S)
-        return Out(self._uplink, Gate(link.rate_bytes_per_s), link.latency_s, under_way, write, self._clock)
+        self._outs[dst] = Out(self._uplink, self._topology.link(self._name, dst), write, self._clock)
+        return self._outs[dst]
 
     async def into(self, src: str, nbytes: int) -> None:
         """Waits until bytes that were just read from `src` have passed the downlink."""
@@ -78,21 +87,19 @@ class Shaper:
 class Out:
     """The sending end of a shaped link: `write` as the caller sees it, and `run`, which does the writing."""
 
-    def __init__(
-        self,
-        uplink: Gate,
-        link: Gate,
-        delay_s: float,
-        most_under_way: float,
-        write: Write,
-        clock: Callable[[], float],
-    ) -> None:
-        self._uplink, self._link, self._delay_s = uplink, link, delay_s
-        self._most_under_way, self._connection, self._clock = most_under_way, write, clock
-        self._departed_s = 0.0
+    def __init__(self, uplink: Gate, link: Link, write: Write, clock: Callable[[], float]) -> None:
+        self._uplink, self._link = uplink, Gate(link.rate_bytes_per_s)
+        self._connection, self._clock = write, clock
+        self.change(link)
+        self._departed_s = clock()
         self._under_way: deque[tuple[float, bytes]] = deque()
         self._bytes_under_way = 0
         self._changed = asyncio.Event()
+
+    def change(self, link: Link) -> None:
+        """From now on the link has another rate and delay."""
+        self._link.rate_bytes_per_s, self._delay_s = link.rate_bytes_per_s, link.latency_s
+        self._most_under_way = min(link.rate_bytes_per_s, _FAST) * (link.latency_s + 8 * _PIECE_S)
 
     def idle(self) -> None:
         """Nothing was waiting for the link."""

@@ -27,7 +27,7 @@ def report(step: int, stage: int) -> StageReport:
             at += 0.1875
         spans.append(Span("wait", f"{what} from stage {other}", at, at + 0.125))
         at += 0.125
-    link = LinkUse(PEERS[stage], PEERS[other], 1_000_000, 0.2)
+    link = LinkUse(PEERS[other], PEERS[stage], 1_000_000, 1_000_000, 0.2, 0.01)
     losses = [3.0] * MICROBATCHES if stage else []
     return StageReport(step - 1, stage, PEERS[stage], True, {}, losses, 2.1, tuple(spans), (link,), 50 << 20)
 

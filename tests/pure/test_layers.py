@@ -16,7 +16,7 @@ LAYERS = [
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "codecs.base",
     "codecs.identity", "codecs", "opcost", "cost", "schedule", "planner.memory", "planner.search",
     "planner.proportional", "planner.check", "planner", "layout", "optim", "topology", "manifest", "wire",
-    "admission", "protocol", "identity", "events", "runstate", "control", "words", "plots", "facts", "stage",
+    "meter", "admission", "protocol", "identity", "events", "runstate", "control", "words", "plots", "facts", "stage",
     # shell
     "disk", "machine", "models", "corpus", "data", "executor", "ledger", "weights", "checkpoint", "transports.base",
     "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "loops",

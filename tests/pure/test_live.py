@@ -20,7 +20,7 @@ def committed(step: int, steps: int = 10, loss: float = 3.0, seconds: float = 2.
     report = StageReport(
         step, 0, "attic", True, {}, [], seconds,
         spans=(Span("compute", "0F0", 0.0, 0.5), Span("wait", "h from cellar", 0.5, 2.0)),
-        links=(LinkUse("attic", "cellar", 4_000_000, 1.0),), memory_bytes=50 << 20,
+        links=(LinkUse("attic", "cellar", 4_000_000, 4_000_000, 1.0, 0.0),), memory_bytes=50 << 20,
     )  # fmt: skip
     return events.StepCommitted(step, steps, loss, (loss,), seconds, 512, 1.0, 1e-3, skipped, (report,))
 

@@ -15,7 +15,7 @@ from geotrain.errors import RemoteProtocolError
 
 REPORT = StageReport(
     step=3, stage=1, peer="anna", finite=True, norms={"w": 1.5, "b": math.inf}, losses=[2.0, 1.0],
-    seconds=0.5, spans=(Span("compute", "1F0", 0.0, 0.25),), links=(LinkUse("anna", "ben", 10, 0.1),),
+    seconds=0.5, spans=(Span("compute", "1F0", 0.0, 0.25),), links=(LinkUse("anna", "ben", 10, 8, 0.1, None),),
     memory_bytes=7,
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Frames as bytes and back: any frame, in any slices; nothing is allocated before it is admitted."""
 
+import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def sealed(fields: Any, payload: bytes = b"") -> bytes:
 def header_with(**changes: Any) -> list[Any]:
     fields: dict[str, Any] = {
         "run": "run", "epoch": 1, "step": 2, "microbatch": 3, "value": "h", "direction": "F", "attempt": 0,
-        "codec": "identity", "shape": [2], "dtype": "float32", "stride": None, "absent": False,
+        "codec": "identity", "shape": [2], "dtype": "float32", "stride": None, "absent": False, "sent": 1.5,
     }  # fmt: skip
     return list((fields | changes).values())
 
@@ -179,7 +180,7 @@ def test_nothing_is_allocated_before_it_is_admitted(monkeypatch: pytest.MonkeyPa
     parser = wire.FrameParser(refuse)
     with pytest.raises(RemoteProtocolError, match="not expected"):
         parser.feed(huge)
-    assert asked == [wire.FrameHeader("run", KEY, "identity", TensorSpec((2,), "float32"), 1 << 50, False)]
+    assert asked == [wire.FrameHeader("run", KEY, "identity", TensorSpec((2,), "float32"), 1 << 50, False, 0.0)]
     with pytest.raises(RemoteProtocolError):  # the stream stays void
         parser.feed(to_bytes(absent()))
 
@@ -232,9 +233,9 @@ def test_a_repeated_frame_comes_twice() -> None:
         (header_with(shape=[1 << 40, 1 << 40]), "elements"), (header_with(shape=[1] * 17), "msgpack"),
         (header_with(shape="22"), "shape"), (header_with(shape=[[2]]), "shape"), (header_with(stride=[1, 1]), "stride"),
         (header_with(stride=[-1]), "stride"), (header_with(stride=[1 << 40]), "layout"),
-        (header_with(absent=1), "absent"),
-        (header_with(shape={}), "shape"), (header_with(shape={"a": 1}), "msgpack"), (header_with()[:-1], "twelve"),
-        ([*header_with(), None], "twelve"), ({}, "twelve"), (packb(header_with()) + b"\xc0", "msgpack"),
+        (header_with(absent=1), "absent"), (header_with(sent=1), "time"), (header_with(sent=math.inf), "time"),
+        (header_with(shape={}), "shape"), (header_with(shape={"a": 1}), "msgpack"), (header_with()[:-1], "thirteen"),
+        ([*header_with(), None], "thirteen"), ({}, "thirteen"), (packb(header_with()) + b"\xc0", "msgpack"),
         (b"\x91" * 4000, "msgpack"), (b"\xd4\x01\x00", "msgpack"), (b"\xdd\xff\xff\xff\xff", "msgpack"),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain.base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
+from geotrain.base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
 from geotrain.codecs.identity import from_raw, raw
 from geotrain.errors import PeerLost, RemoteProtocolError, UserError
 from geotrain.graph.serial import tensor_spec
@@ -70,8 +70,8 @@ class Member:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def send(self, dst: str, frame: Frame) -> LinkUse:
-        return await asyncio.wait_for(self.transport.send(dst, frame), 15.0)
+    async def send(self, dst: str, frame: Frame) -> None:
+        await asyncio.wait_for(self.transport.send(dst, frame), 15.0)
 
 
 def welcome(*_: object) -> None:
@@ -148,9 +148,8 @@ def test_tensors_arrive_bit_for_bit_in_both_directions(run: Run) -> None:
         await members.add("attic", "kitchen")
         members.link()
         for src, dst in (("attic", "kitchen"), ("kitchen", "attic")):
-            uses = [await members[src].send(dst, frame_of(tensor, i)) for i, tensor in enumerate(TENSORS)]
-            assert all((use.src, use.dst) == (src, dst) and use.busy_s >= 0 for use in uses)
-            assert uses[-1].nbytes > TENSORS[-1].nbytes
+            for i, tensor in enumerate(TENSORS):
+                await members[src].send(dst, frame_of(tensor, i))
             await members[dst].until(lambda dst=dst: len(members[dst].frames) == len(TENSORS))
             for i, (came_from, frame) in enumerate(members[dst].frames):
                 tensor = tensor_of(frame)
@@ -508,8 +507,26 @@ def test_shared_uplink_and_downlink(run: Run) -> None:
 
 def test_link_use_tells_how_long_a_shaped_link_was_busy(run: Run) -> None:
     async def body(members: Members, topology: Topology) -> None:
-        use = await members["a"].send("b", frame_of(torch.ones(150_000)))
-        assert use.busy_s == pytest.approx(use.nbytes / 3e6, rel=0.1)
+        members["b"].transport.used()
+        for i in range(3):
+            await members["a"].send("b", frame_of(torch.ones(150_000), i))
+        await members["a"].send("b", frame_of(torch.ones(10)))
+        await members["b"].until(lambda: len(members["b"].frames) == 5)
+        (use,) = [use for use in members["b"].transport.used() if use.src == "a"]
+        assert (use.nbytes, use.timed_bytes) == (1_800_040, 1_800_000)
+        assert use.timed_bytes / use.busy_s == pytest.approx(3e6, rel=0.1)
+        assert use.delay_s == pytest.approx(0.040, abs=0.015)  # one clock: no offset
+        assert [use.nbytes for use in members["b"].transport.used() if use.src == "a"] == [0]
+
+    shaped(body, run)
+
+
+def test_a_network_may_change_while_frames_are_under_way(run: Run) -> None:
+    async def body(members: Members, topology: Topology) -> None:
+        slower = parse(HOME.replace("mbit_per_s = 24\nlatency_ms = 40", "mbit_per_s = 4\nlatency_ms = 20"))
+        for member in members.values():
+            member.transport.reshape(slower)
+        await takes(members, {("a", "b"): 3}, 50_000, [3 * 50_000 / 5e5 + 0.020])
 
     shaped(body, run)
 
