@@ -43,15 +43,7 @@ class Identity:
 
 def raw(tensor: torch.Tensor) -> Payload:
     """The elements as they lie in memory, without gaps."""
-    spec = tensor_spec(tensor)
-    packed = tensor.detach()
-    if spec.stride is not None:
-        for d, stride in enumerate(spec.stride):
-            if stride == 0:
-                packed = packed.narrow(d, 0, 1)
-        packed = packed.permute(spec.dims_in_memory)
-    # as_strided, because the one element of an expanded scalar keeps its stride 0 through contiguous() and view()
-    flat = packed.contiguous().as_strided((packed.numel(),), (1,)).view(torch.uint8).cpu()
+    flat = pack(tensor).view(torch.uint8).cpu()
     return [memoryview(cast(Any, flat.numpy()))] if flat.numel() else []
 
 
@@ -63,7 +55,25 @@ def from_raw(payload: memoryview, spec: TensorSpec, device: torch.device) -> tor
     dtype = to_dtype(spec.dtype)
     if not payload.nbytes:
         return torch.empty(spec.shape, dtype=dtype, device=device)
-    tensor = torch.frombuffer(payload, dtype=dtype).view(packed.shape).to(device)
+    return unpack(torch.frombuffer(payload, dtype=dtype).to(device), spec)
+
+
+def pack(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in memory order, without gaps and without repeats: one dimension, on the tensor's device."""
+    spec = tensor_spec(tensor)
+    packed = tensor.detach()
+    if spec.stride is not None:
+        for d, stride in enumerate(spec.stride):
+            if stride == 0:
+                packed = packed.narrow(d, 0, 1)
+        packed = packed.permute(spec.dims_in_memory)
+    # as_strided, because the one element of an expanded scalar keeps its stride 0 through contiguous() and view()
+    return packed.contiguous().as_strided((packed.numel(),), (1,))
+
+
+def unpack(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The inverse of `pack`."""
+    tensor = flat.view(spec.packed.shape)
     if spec.stride is None:
         return tensor
     order = spec.dims_in_memory

@@ -14,7 +14,7 @@ LAYERS = [
     # pure
     "graph.ir", "graph.ops", "graph.serial", "graph.interpret", "graph.fake", "graph.functional", "graph.eager",
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "codecs.base",
-    "codecs.identity", "codecs", "opcost", "cost", "schedule", "planner.memory", "planner.search",
+    "codecs.identity", "codecs.lossy", "codecs.noise", "codecs", "opcost", "cost", "schedule", "planner.memory", "planner.search",
     "planner.proportional", "planner.check", "planner", "layout", "optim", "topology", "manifest", "wire",
     "meter", "admission", "protocol", "identity", "events", "runstate", "control", "words", "plots", "facts", "stage",
     # shell
