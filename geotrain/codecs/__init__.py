@@ -2,9 +2,19 @@
 
 from ..errors import PlanError
 from .base import Codec, Message, Payload, State, message_key
+from .hadamard import HADAMARD
 from .identity import IDENTITY
+from .rounded import BF16, INT8
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (IDENTITY,)}
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        IDENTITY,
+        BF16,
+        INT8,
+        *HADAMARD,
+    )
+}
 
 
 def get_codec(name: str) -> Codec:

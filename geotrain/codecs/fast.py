@@ -1,0 +1,24 @@
+"""Finds the native kernels, if there are any. Pure.
+
+They come with numba, which is optional (`pip install geotrain[fast]`) and brings its own compiler; what it compiles is
+kept on disk, so a second start compiles nothing. Without it, and on other devices, torch writes the same bytes.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+def kernels(device: torch.device) -> Any | None:
+    """The module `native`, or None where torch has to do."""
+    return _native() if device.type == "cpu" else None
+
+
+@lru_cache(maxsize=1)
+def _native() -> Any | None:
+    try:
+        from . import native
+    except (ImportError, RuntimeError):  # no numba, one that does not suit this NumPy, or no place for its cache
+        return None
+    return native
