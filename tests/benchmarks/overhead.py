@@ -1,126 +1,135 @@
-"""What splitting costs: a step on K peers over loopback against a plain loop in one process.
+"""What splitting costs: steps of 1, 2 and 4 peers over loopback against a plain loop in one process. I/O.
 
-    python -m tests.benchmarks.overhead [--peers 2] [--microbatches 32] [--steps 6] [--rounds 3] [--json FILE]
-
-The plain loop (one torch thread) is timed before and after each run of the peers (one thread each), and its compute
-divided by the number of cores that the peers share is what a perfect split would take. Prints the median step, the
-ratio, and where the peers' seconds went.
+All have one torch thread a process. On N cores a perfect split over K peers takes the plain loop's seconds divided by
+the smaller of the two; what is above that is the pipeline's own fill and drain, waiting, and the CPU time that frames,
+checks and reports cost. CPU seconds are those of all peers and the coordinator, from one committed step to a later one.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from geotrain import config, events, optim
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
-from geotrain.graph import capture
+from geotrain.graph import OpGraph, capture
 from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
 from geotrain.weights import WeightStore, save_module
 
+from .tables import Table, alternate, ratio
 
-def model(layers: int, hidden: int) -> tuple[torch.nn.Module, config.GptModel]:
-    settings = config.GptModel(layers=layers, hidden=hidden, heads=4, context=128)
-    torch.manual_seed(0)
-    return build(settings, 512).train(), settings
+VOCAB = 512
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Cost(NamedTuple):
+    """Of one step."""
+
+    seconds: float
+    cpu_s: float
 
 
 def batches(microbatches: int, size: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 512, (microbatches * size, 128), generator=generator)
+    tokens = torch.randint(0, VOCAB, (microbatches * size, 128), generator=generator)
     return [{"tokens": tokens, "labels": tokens.roll(-1, 1)}]
 
 
-def plain_step_seconds(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig, steps: int) -> float:
-    """Median seconds of a step of the plain loop."""
+def plain(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig) -> Cost:
+    """A step of the plain loop: the medians of all but the first."""
     parameters = dict(net.named_parameters())
     optimizer = optim.build(parameters, train)
-    seconds = []
-    for step in range(steps):
-        start = time.perf_counter()
+    costs: list[Cost] = []
+    for step in range(train.steps):
+        start, cpu_s = time.perf_counter(), time.process_time()
         for i in range(train.microbatches):
             loss, _ = net(**data.train(step, i))
             (loss / train.microbatches).backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), train.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+        costs.append(Cost(time.perf_counter() - start, time.process_time() - cpu_s))
+    return Cost(*(statistics.median(values) for values in zip(*costs[1:], strict=True)))
 
 
-def split_step_seconds(net, data, job, names, folder: Path) -> tuple[float, list[events.StepCommitted]]:
-    """Median seconds of a step on peers, and the steps."""
-    save_module(net, folder / "weights")
-    graph = capture(net, data.train(0, 0))
-    seen: list[events.RunEvent] = []
-
-    async def whole() -> None:
-        runner = Coordinator(
-            job, graph=graph, source=data, run_dir=folder / "run", weights=WeightStore(folder / "weights"),
-            on_event=seen.append,
-        )  # fmt: skip
-        ticket = await runner.start()
-        with LocalPeers([LocalPeer(name) for name in names], folder / "logs") as peers:
-            peers.give(ticket)
-            await runner.run()
-
-    asyncio.run(asyncio.wait_for(whole(), 600))
-    steps = [e for e in seen if isinstance(e, events.StepCommitted)]
-    return statistics.median(s.seconds for s in steps[1:]), steps
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("peers", 2), ("microbatches", 32), ("size", 2), ("steps", 6), ("rounds", 3), ("layers", 6)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--json", type=Path)
-    a = parser.parse_args()
-    torch.set_num_threads(1)
-    net, _ = model(a.layers, a.hidden)
-    train = config.TrainConfig(steps=a.steps, microbatches=a.microbatches, microbatch_size=a.size)
+def split(graph: OpGraph, data: BatchSource, train: config.TrainConfig, peers: int, weights: Path) -> Cost:
+    """A step on peers: the median seconds, and the mean CPU seconds of all processes, of all but the first."""
     job = config.JobConfig(
         train=train,
-        pipeline=config.PipelineConfig(peers=a.peers, stages=a.peers),
+        pipeline=config.PipelineConfig(peers=peers, stages=peers),
         checkpoint=config.CheckpointConfig(every=0),
-        evaluate=config.EvaluateConfig(every=0),
+        evaluate=config.EvaluateConfig(every=0, microbatches=0),
     )
-    data = BatchSource(batches(a.microbatches, a.size), a.microbatches)
-    cores = min(a.peers, os.cpu_count() or 1)
-    plain, split, ratios = [], [], []
-    steps: list[events.StepCommitted] = []
-    for _ in range(a.rounds):
-        before = plain_step_seconds(net, data, train, 3)
-        with tempfile.TemporaryDirectory() as folder:
-            seconds, steps = split_step_seconds(net, data, job, [f"peer{i}" for i in range(a.peers)], Path(folder))
-        after = plain_step_seconds(net, data, train, 3)
-        plain.append((before + after) / 2)
-        split.append(seconds)
-        ratios.append(seconds / ((before + after) / 2 / cores))
-    facts = {
-        "plain_step_seconds": statistics.median(plain),
-        "split_step_seconds": statistics.median(split),
-        "ratio_to_perfect_split": statistics.median(ratios),
-        "ratios": ratios,
-        "perfect_pipeline_ratio": (a.microbatches + a.peers - 1) / a.microbatches,
-    }
-    print(json.dumps(facts, indent=2))
-    for report in steps[-1].stages:
-        spent: dict[str, float] = {}
-        for span in report.spans:
-            spent[span.activity] = spent.get(span.activity, 0.0) + span.end_s - span.start_s
-        print(report.stage, report.peer, {k: round(v, 3) for k, v in spent.items()}, round(report.seconds, 3))
-    if a.json:
-        a.json.write_text(json.dumps(facts))
+    seconds: list[float] = []
+    cpu_s: list[float] = []
+
+    async def whole(folder: Path) -> None:
+        with LocalPeers([LocalPeer(f"peer{i}", device="cpu") for i in range(peers)], folder / "logs") as processes:
+
+            def committed(event: events.RunEvent) -> None:
+                if isinstance(event, events.StepCommitted):
+                    seconds.append(event.seconds)
+                    used = (process_cpu_s(process.pid) for process in processes.processes.values())
+                    cpu_s.append(time.process_time() + sum(used))
+
+            runner = Coordinator(
+                job, graph=graph, source=data, run_dir=folder / "run", weights=WeightStore(weights),
+                on_event=committed,
+            )  # fmt: skip
+            processes.give(await runner.start())
+            await runner.run()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(asyncio.wait_for(whole(Path(folder)), 600))
+    return Cost(statistics.median(seconds[1:]), (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1))
 
 
-if __name__ == "__main__":
-    main()
+def process_cpu_s(pid: int) -> float:
+    """What a process has used until now (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def benchmark(short: bool) -> list[Table]:
+    layers, microbatches, steps, rounds = (2, 8, 4, 1) if short else (8, 8, 8, 5)
+    torch.manual_seed(0)
+    net = build(config.GptModel(layers=layers, hidden=256, heads=4, context=128), VOCAB).train()
+    train = config.TrainConfig(steps=steps, microbatches=microbatches, microbatch_size=4)
+    data = BatchSource(batches(microbatches, 4), microbatches)
+    graph = capture(net, data.train(0, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        save_module(net, Path(folder) / "weights")
+
+        def on(peers: int):
+            return lambda: split(graph, data, train, peers, Path(folder) / "weights")
+
+        runs = {"plain loop": lambda: plain(net, data, train)}
+        runs |= {f"{peers} peer{'s' * (peers > 1)}": on(peers) for peers in (1, 2, 4)}
+        costs = alternate(rounds, runs)
+    return [_table(costs, microbatches, layers)]
+
+
+def _table(costs: Mapping[str, list[Cost]], microbatches: int, layers: int) -> Table:
+    cores = os.cpu_count() or 1
+    alone = costs["plain loop"]
+    rows, ratios = [], {}
+    for (name, given), peers in zip(costs.items(), (1, 1, 2, 4), strict=True):
+        perfect = [cost.seconds / min(peers, cores) for cost in alone]
+        cpu = ratio([c.cpu_s for c in given], [c.cpu_s for c in alone])
+        rows.append((
+            name, statistics.median(c.seconds for c in given), ratio([c.seconds for c in given], perfect),
+            (microbatches + peers - 1) / microbatches, statistics.median(c.cpu_s for c in given), cpu,
+        ))  # fmt: skip
+        if given is not alone:
+            ratios[f"CPU seconds of {name} over the plain loop's"] = cpu
+    columns = ("run", "step s", "over a perfect split", "of which fill and drain", "CPU s", "CPU over plain")
+    title = f"a step of {microbatches} microbatches of 4, GPT of {layers} blocks, loopback, {cores} cores"
+    return Table(title, columns, rows, ratios=ratios)

@@ -1,19 +1,14 @@
-"""MB/s and CPU of the direct transport beside a bare gRPC stream of the same bytes, two processes on loopback.
-
-    python -m tests.benchmarks.transport [--mib 512] [--rounds 5] [--json FILE]
+"""MB/s and CPU of the direct transport beside a bare gRPC stream of the same bytes, two processes on loopback. I/O.
 
 Runs of both alternate, so that other work on the machine weighs on both; the ratio is the medians'.
 """
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import resource
 import statistics
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -24,6 +19,8 @@ from geotrain.base import Frame, FrameKey
 from geotrain.codecs.identity import raw
 from geotrain.graph.serial import tensor_spec
 from geotrain.transports.direct import DirectTransport
+
+from .tables import Table, ratio
 
 SIZES_KIB = (16, 256, 1024, 4096)
 TOKEN = b"benchmark token."
@@ -77,7 +74,7 @@ def frame_of(tensor: torch.Tensor, step: int) -> Frame:
     return Frame(FrameKey(1, step, 0, "x", "F"), "identity", tensor_spec(tensor), payload)
 
 
-async def measure(pipe: Connection, mib: int, rounds: int) -> dict[str, dict[str, float]]:
+async def measure(pipe: Connection, mib: int, rounds: int) -> Table:
     answered = asyncio.Event()
     transport = DirectTransport(
         "a", run="bench", token=TOKEN, on_frame=lambda src, frame: answered.set(), on_lost=print
@@ -110,28 +107,30 @@ async def measure(pipe: Connection, mib: int, rounds: int) -> dict[str, dict[str
         gigabytes = tensor.nbytes * count / 1e9
         return gigabytes * 1e3 / seconds, (cpu_s() + await remote_cpu(pipe) - before) / gigabytes
 
-    results: dict[str, dict[str, float]] = {}
+    rows, ratios = [], {}
     for kib in SIZES_KIB:
         tensor = torch.rand(kib * 256)
         count = max(1, min(mib * 1024 // kib, 4096))
         runs: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
-        for _ in range(rounds + 1):
+        for _ in range(rounds + 1):  # the first warms up
             runs["bare"].append(await timed(bare, tensor, count))
             runs["ours"].append(await timed(ours, tensor, count))
-        row: dict[str, float] = {}
-        for name, values in runs.items():
-            row[f"{name}_mb_per_s"] = statistics.median(rate for rate, _ in values[1:])
-            row[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in values[1:])
-        row["ratio"] = row["ours_mb_per_s"] / row["bare_mb_per_s"]
-        results[f"{kib} KiB"] = row
-        print(
-            f"{kib:5} KiB: ours {row['ours_mb_per_s']:6.0f} MB/s {row['ours_cpu_s_per_gb']:5.2f} CPU s/GB, "
-            f"bare {row['bare_mb_per_s']:6.0f} MB/s {row['bare_cpu_s_per_gb']:5.2f}, ratio {row['ratio']:.2f}",
-            flush=True,
+        (ours_rates, ours_cpu), (bare_rates, bare_cpu) = (
+            zip(*runs[name][1:], strict=True) for name in ("ours", "bare")
         )
+        share = ratio(ours_rates, bare_rates)
+        rows.append((
+            f"{kib} KiB", statistics.median(ours_rates), statistics.median(bare_rates), share,
+            statistics.median(ours_cpu), statistics.median(bare_cpu),
+        ))  # fmt: skip
+        ratios[f"CPU seconds of {kib} KiB frames over a bare stream's"] = ratio(ours_cpu, bare_cpu)
     await channel.close()
     await transport.close()
-    return results
+    columns = ("frame", "ours MB/s", "bare MB/s", "ours / bare", "ours CPU s/GB", "bare CPU s/GB")
+    checksums = f"of ours, checksums at both ends take {checksum_cpu_s_per_gb():.2f} CPU s/GB"
+    return Table(
+        "frames over our gRPC transport, a bare gRPC stream of the same bytes", columns, rows, [checksums], ratios
+    )
 
 
 def checksum_cpu_s_per_gb() -> float:
@@ -148,24 +147,12 @@ async def remote_cpu(pipe: Connection) -> float:
     return await asyncio.to_thread(pipe.recv)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--mib", type=int, default=512, help="MiB sent in each run")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=receiver, args=(there,), daemon=True)
+def benchmark(short: bool) -> list[Table]:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=receiver, args=(there,), daemon=True)
     process.start()
-    results = asyncio.run(measure(here, options.mib, options.rounds))
-    results["checksum"] = {"cpu_s_per_gb": checksum_cpu_s_per_gb()}
-    print(f"of which checksums, both ends: {results['checksum']['cpu_s_per_gb']:.2f} CPU s/GB")
+    table = asyncio.run(measure(here, *((16, 2) if short else (512, 5))))
     here.send(None)
     process.join(5)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+    return [table]

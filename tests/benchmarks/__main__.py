@@ -1,0 +1,85 @@
+"""All benchmarks, or one: tables on the terminal, the same as JSON.
+
+    python -m tests.benchmarks [--only NAME ...] [--short] [--json FILE] [--keep]
+
+The short form takes seconds for each and shows that it works; CI runs it, and it fails where a ratio is more than the
+one in `kept.json`. `--keep` writes that file: what was measured now, and half as much again.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .tables import Table, Unavailable, machine
+
+BENCHMARKS = {
+    "overhead": "what splitting costs on loopback",
+    "transport": "frames over our transport against a bare gRPC stream",
+    "big-model": "memory of each process with a model of a billion parameters",
+}
+"""Modules of this folder (with underscores) that have `benchmark(short: bool) -> list[Table]`, and what they tell."""
+
+KEPT = Path(__file__).with_name("kept.json")
+_ROOM = 1.5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS), metavar="NAME",
+                        help=", ".join(f"{name} ({what})" for name, what in BENCHMARKS.items()))  # fmt: skip
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", action="store_true", help="let the short form's ratios be the ones to keep")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    facts: dict[str, Any] = {"machine": machine(), "short": options.short, "benchmarks": {}}
+    console.print(", ".join(f"{name} {value}" for name, value in facts["machine"].items()), highlight=False)
+    ratios: dict[str, float] = {}
+    failed = False
+    for name in options.only:
+        start = time.monotonic()
+        try:
+            tables: list[Table] = importlib.import_module(f".{name.replace('-', '_')}", __package__).benchmark(
+                options.short
+            )
+        except Unavailable as error:
+            console.print(f"{name}: {error}", style="red")
+            failed = True
+            continue
+        for table in tables:
+            table.print(console)
+            ratios |= {f"{name}: {what}": value for what, value in table.ratios.items()}
+        facts["benchmarks"][name] = {
+            "seconds": round(time.monotonic() - start, 1), "tables": [table.facts() for table in tables],
+        }  # fmt: skip
+        if options.json:  # after each, so that a long one that fails costs nothing but itself
+            options.json.write_text(json.dumps(facts, indent=2))
+    if options.short:
+        failed |= _compare(ratios, options.keep, console)
+    return int(failed)
+
+
+def _compare(ratios: dict[str, float], keep: bool, console: Console) -> bool:
+    """Whether a ratio is over the kept one."""
+    kept: dict[str, float] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if keep:
+        kept |= {name: round(value * _ROOM, 3) for name, value in ratios.items()}
+        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
+    over = {name: value for name, value in ratios.items() if value > kept.get(name, value)}
+    for name, value in over.items():
+        console.print(f"{name} is {value:.3g}, over the kept {kept[name]:.3g}", style="red")
+    return bool(over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
