@@ -1,11 +1,14 @@
-"""Which frames a stage takes: those that its graph calls for, from those that the plan names. Pure."""
+"""Which frames a peer takes: those that its stage's graph calls for, from those that the plan names. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .base import COORDINATOR, ONCE, Direction, FrameKey, TensorSpec
 from .codecs import CODECS
+from .config import TrainConfig
 from .errors import RemoteProtocolError
 from .graph import StageGraph
+from .optim import PREFIX, state_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +21,12 @@ class Expected:
     once: bool
 
 
-def expectations(stage: StageGraph, names: tuple[str, ...]) -> dict[tuple[Direction, str], Expected]:
-    """All that a stage may receive; `names` are the peers by stage."""
-    found: dict[tuple[Direction, str], Expected] = {}
+Expectations = dict[tuple[Direction, str], Expected]
+
+
+def expectations(stage: StageGraph, names: tuple[str, ...]) -> Expectations:
+    """All that a stage may receive while it works; `names` are the peers by stage."""
+    found: Expectations = {}
 
     def expect(direction: Direction, name: str, source: str, once: bool = False) -> None:
         spec = stage.values[name].spec if name in stage.values else stage.parameters[name].spec
@@ -37,14 +43,30 @@ def expectations(stage: StageGraph, names: tuple[str, ...]) -> dict[tuple[Direct
     return found
 
 
+def moved(stage: StageGraph, sources: Mapping[str, str], train: TrainConfig) -> Expectations:
+    """The state that a stage takes over: `sources` are the peers that parameters and buffers come from."""
+    found: Expectations = {}
+    for name, source in sources.items():
+        parameter = stage.parameters.get(name)
+        entry = parameter or stage.buffers.get(name)
+        if entry is None:
+            raise RemoteProtocolError(f"the coordinator wants {name!r} moved, which the stage does not have")
+        found["M", name] = Expected(source, entry.spec.shape, entry.spec.dtype, once=True)
+        for full in state_names(train, name) if parameter is not None and parameter.requires_grad else ():
+            is_count = full.startswith(f"{PREFIX}step/")
+            shape, dtype = ((), "float32") if is_count else (entry.spec.shape, entry.spec.dtype)
+            found["M", full] = Expected(source, shape, dtype, once=True)
+    return found
+
+
 class Admission:
     """Checks what a frame says of itself, before anything is allocated for it. `check` raises
     `RemoteProtocolError`, which costs the sender its connection."""
 
-    def __init__(self, epoch: int, stage: StageGraph, names: tuple[str, ...], microbatches: int) -> None:
+    def __init__(self, epoch: int, expected: Expectations, microbatches: int) -> None:
         self._epoch = epoch
         self._microbatches = microbatches
-        self._expected = expectations(stage, names)
+        self._expected = expected
 
     def check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
         expected = self._expected.get((key.direction, key.value))
@@ -57,7 +79,8 @@ class Admission:
         if not evaluating and not once and key.microbatch >= self._microbatches:
             raise RemoteProtocolError(f"{src} sends microbatch {key.microbatch} of {self._microbatches}")
         if absent:
-            if key.direction != "B" or nbytes:
+            may_be = key.direction == "B" or (key.direction == "M" and key.value.startswith(PREFIX))
+            if not may_be or nbytes:
                 raise RemoteProtocolError(f"{src} sends {key.value!r} without a value")
             return
         if (spec.shape, spec.dtype) != (expected.shape, expected.dtype):

@@ -200,9 +200,9 @@ _STAGE_TYPES: dict[str, Any] = {
 }
 _PLAN_TYPES: dict[str, Any] = {"graph_hash": str, "schedule": str, "microbatches": int, "epoch": int}
 
-Direction = Literal["F", "B", "E"]
+Direction = Literal["F", "B", "E", "M"]
 """F: a forward value (an activation, a model input, a shared parameter); B: a gradient; E: a forward value of
-an evaluation pass."""
+an evaluation pass; M: a part of a stage's state that moves to another peer, or of a link's survey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +264,26 @@ class LinkUse:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecUse:
+    """What a stage encoded with one codec in one direction in a step.
+
+    Of `samples` messages with `sampled_bytes` before encoding, decoded again by the sender in `decode_s`: `error`, the
+    sum of their relative squared errors |x - y|^2 / |x|^2, and `gain`, the sum of <x, y> / <x, x> (1 each if unbiased).
+    """
+
+    direction: str
+    codec: str
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    sampled_bytes: int = 0
+    samples: int = 0
+    error: float = 0.0
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StageReport:
     """What a stage tells when it has all gradients of a step.
 
@@ -281,3 +301,4 @@ class StageReport:
     spans: tuple[Span, ...]
     links: tuple[LinkUse, ...]
     memory_bytes: int
+    codecs: tuple[CodecUse, ...] = ()

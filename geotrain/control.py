@@ -1,9 +1,10 @@
 """The coordinator's decisions: apply(state, event, now) -> state, commands. Pure.
 
-A run gathers peers, plans, prepares (every stage loads its weights), trains, drains and ends. A step is a
-two-phase transaction: when every stage is ready, the commit goes to the ledger first and to the stages after.
-Whatever names an older epoch is ignored, so a zombie changes nothing. When a peer of the plan is lost, the
-others are planned again as a new epoch and all go on from the newest complete checkpoint, or from the start.
+A run gathers peers, surveys their links, plans, prepares (every stage gets its weights), trains, drains and ends. A
+step is a two-phase transaction: when every stage is ready, the commit goes to the ledger first and to the stages
+after. Whatever names an older epoch is ignored, so a zombie changes nothing. When a peer of the plan is lost, the
+others are planned again as a new epoch and all go on from the newest complete checkpoint, or from the start. When a
+better plan is found while all is well, the step is finished, the stages hand their state over, and nothing is lost.
 """
 
 import math
@@ -12,6 +13,7 @@ from dataclasses import replace
 from . import events, protocol
 from .base import COORDINATOR, Plan, StageReport
 from .runstate import (
+    Adopt,
     Broken,
     CheckpointWritten,
     Command,
@@ -34,6 +36,8 @@ from .runstate import (
     Refuse,
     Said,
     State,
+    Survey,
+    Switch,
     Tick,
     UserStop,
     Welcome,
@@ -57,8 +61,11 @@ def apply(state: State, event: Event, now_s: float) -> Result:
             return _lost(state, name, reason, now_s)
         case PlanChosen(plan) if state.phase == "planning" and plan.epoch == state.epoch:
             stages = frozenset(range(len(plan.stages)))
-            state = replace(state, phase="preparing", plan=plan, waiting=stages)
+            state = replace(state, phase="preparing", plan=plan, waiting=stages, moved=False)
             return state, [Prepare(plan, state.done), _loading(state)]
+        case Switch(epoch, plan) if state.phase == "training" and epoch == state.epoch:
+            peers_are_here = all(stage.peer in state.members for stage in plan.stages)
+            return (replace(state, switch=event) if peers_are_here else state), []
         case PlanRefused(epoch, reason) if state.phase == "planning" and epoch == state.epoch:
             return _finish(state, reason, now_s, failed=True)
         case CheckpointWritten(step, path) if step in state.writing:
@@ -79,18 +86,37 @@ def _joined(state: State, event: Joined, now_s: float) -> Result:
     if name in state.members or name == COORDINATOR:
         reason = f"the name {name} is taken in this run; join with another --name"
         return state, [Refuse(event.session, reason)]
-    member = Member(event.peer, event.duty, event.address, now_s)
+    member = Member(event.peer, event.duty, event.address, event.kind, now_s)
     joined = events.PeerJoined(name, event.peer.flops_per_s, event.peer.memory_bytes, event.duty)
-    return _then(_gathered(_with_member(state, name, member)), Welcome(event.session, name), Emit(joined))
+    return _then(_gathered(_with_member(state, name, member), now_s), Welcome(event.session, name), Emit(joined))
 
 
-def _gathered(state: State) -> Result:
-    """Plan as soon as enough peers are there."""
+def _gathered(state: State, now_s: float) -> Result:
+    """Survey and plan as soon as enough peers are there."""
     if state.phase != "gathering":
         return state, []
     if len(state.members) >= state.settings.peers:
-        return _propose(state)
+        return _survey(state, now_s)
     return state, [_waiting(f"{len(state.members)} of {state.settings.peers} peers have joined")]
+
+
+def _survey(state: State, now_s: float) -> Result:
+    """Measure the links, if there are any that nobody has measured, then plan."""
+    new = [name for name, member in state.members.items() if not member.surveyed]
+    if not (state.settings.survey and new and len(state.members) > 1):
+        return _propose(state)
+    names = tuple(state.members)
+    members = {name: replace(member, surveyed=True) for name, member in state.members.items()}
+    state = replace(state, phase="surveying", epoch=state.epoch + 1, members=members)
+    state = replace(state, surveying=frozenset(names), survey_s=now_s)
+    return state, [_waiting("the links are measured"), Survey(state.epoch, names)]
+
+
+def _surveyed(state: State, name: str) -> Result:
+    if state.phase != "surveying":
+        return state, []
+    state = replace(state, surveying=state.surveying - {name})
+    return (state, []) if state.surveying else _propose(state)
 
 
 def _propose(state: State) -> Result:
@@ -106,6 +132,8 @@ def _said(state: State, name: str, message: protocol.FromPeer, now_s: float) -> 
             return state, [Emit(events.PeerProgress(name, message.step, message.state))]
         case protocol.Leaving():
             return _leaving(state, name, now_s)
+        case protocol.Surveyed(epoch) if epoch == state.epoch:
+            return _surveyed(state, name)
         case protocol.Failed(epoch, reason) if stage is not None and epoch == state.epoch:
             return _finish(state, f"stage {stage} on {name} failed: {reason}", now_s, failed=True)
         case protocol.Loaded(epoch, of) if of == stage and epoch == state.epoch:
@@ -132,7 +160,8 @@ def _loaded(state: State, stage: int, now_s: float) -> Result:
         return state, [_loading(state)]
     state = replace(state, phase="training", ready={}, committed_s=now_s)
     instructions: list[protocol.Instruction] = []
-    state = _evaluate(state, instructions)
+    if not state.moved:
+        state = _evaluate(state, instructions)
     instructions.append(protocol.Train(state.done))
     return state, [
         Emit(events.Prepared(state.epoch, state.done)),
@@ -168,6 +197,8 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         after = "interrupted"
     elif any(state.members[stage.peer].leaving for stage in plan.stages):
         after = "replan"
+    elif state.switch is not None and not _only_codecs(plan, state.switch.plan):
+        after = "move"
     else:
         after = None
 
@@ -175,11 +206,18 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
     instructions.append(protocol.Commit(step, clip, lr, skip))
     if settings.keep_gradients and after == "done":
         instructions.append(protocol.Gradients(step))
-    if after in (None, "done"):
+    if after in (None, "done", "move"):
         state = _evaluate(state, instructions)
-    if after is not None or settings.checkpoint_due(state.done):
+    if after not in (None, "move") or settings.checkpoint_due(state.done):
         state = replace(state, saving={**state.saving, state.done: frozenset(range(len(plan.stages)))})
         instructions.append(protocol.Checkpoint(state.done))
+    adopted: list[Command] = []
+    if after is None and state.switch is not None:
+        plan, reason = state.switch.plan.with_epoch(state.epoch), state.switch.reason
+        forward = tuple(stage.codec_forward for stage in plan.stages)
+        instructions.append(protocol.Codecs(forward, tuple(stage.codec_backward for stage in plan.stages)))
+        state = replace(state, plan=plan, switch=None)
+        adopted.append(Adopt(plan, reason))
     if after is None:
         instructions.append(protocol.Train(state.done))
     else:
@@ -187,11 +225,22 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
     committed = events.StepCommitted(
         state.done, settings.steps, loss, losses, seconds, settings.tokens_per_step, total, lr, skip, reports
     )
-    return state, [
+    commands: list[Command] = [
         LedgerCommit(CommitRow(step, state.epoch, loss, total, clip, lr, skip, seconds), losses),
         Instruct(state.epoch, tuple(instructions)),
         Emit(committed),
+        *adopted,
     ]
+    return _then(_drained(state, now_s), *commands)
+
+
+def _only_codecs(old: Plan, new: Plan) -> bool:
+    """Whether stages can go over from one plan to the other without moving."""
+
+    def rest(plan: Plan) -> list[tuple[object, ...]]:
+        return [(s.peer, s.first_op, s.end_op, s.window, s.recompute) for s in plan.stages]
+
+    return rest(old) == rest(new)
 
 
 def _evaluate(state: State, instructions: list[protocol.Instruction]) -> State:
@@ -217,7 +266,20 @@ def _drained(state: State, now_s: float) -> Result:
         return state, []
     if state.after == "replan":
         return _replan(state, now_s)
+    if state.after == "move":
+        return _move(state)
     return _finish(state, state.after or "done", now_s, failed=False)
+
+
+def _move(state: State) -> Result:
+    """Everything is committed and nothing on its way: the stages of the next plan take over from those of this one."""
+    switch = state.switch
+    assert switch is not None
+    plan = switch.plan.with_epoch(state.epoch + 1)
+    stages = frozenset(range(len(plan.stages)))
+    state = replace(state, epoch=plan.epoch, phase="preparing", plan=plan, waiting=stages, switch=None, after=None)
+    state = replace(state, moved=True)
+    return state, [Prepare(plan, state.done, switch), _loading(state)]
 
 
 def _replan(state: State, now_s: float) -> Result:
@@ -229,13 +291,13 @@ def _replan(state: State, now_s: float) -> Result:
         before += [Dismiss(name, "the step is saved and handed over"), Emit(events.PeerGone(name, "left"))]
     if state.done > state.checkpoint:
         before.append(LedgerRollback(state.checkpoint, state.epoch + 1))
-    state = replace(state, members=staying, plan=None, done=state.checkpoint, ready={}, after=None)
+    state = replace(state, members=staying, plan=None, done=state.checkpoint, ready={}, after=None, switch=None)
     if state.committed_s is None:
-        return _then(_gathered(replace(state, phase="gathering", gathering_s=now_s)), *before)
+        return _then(_gathered(replace(state, phase="gathering", gathering_s=now_s), now_s), *before)
     if not staying:
         reason = f"no peer is left; resume it from step {state.checkpoint} when there are some"
         return _then(_finish(state, reason, now_s, failed=True), *before)
-    return _then(_propose(state), *before)
+    return _then(_survey(state, now_s), *before)
 
 
 def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
@@ -244,8 +306,12 @@ def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
     state = replace(state, members=members)
     gone = Emit(events.PeerGone(name, "left" if leaving else reason))
     if state.phase == "gathering":
-        return _then(_gathered(state), gone)
-    harmless = state.phase == "draining" and not (state.saving or state.evaluating)
+        return _then(_gathered(state, now_s), gone)
+    if state.phase == "surveying":
+        return _then(_surveyed(state, name) if members else _replan(state, now_s), gone)
+    if stage is None and state.switch is not None and any(s.peer == name for s in state.switch.plan.stages):
+        return _then(_stay(state), gone)
+    harmless = state.phase == "draining" and state.after != "move" and not (state.saving or state.evaluating)
     if (stage is None and state.phase != "planning") or harmless:
         return state, [gone]
     state = replace(state, saving={}, evaluating=frozenset())
@@ -255,6 +321,15 @@ def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
     if state.stopping:
         return _then(_finish(state, "interrupted", now_s, failed=False), gone)
     return _then(_replan(state, now_s), gone)
+
+
+def _stay(state: State) -> Result:
+    """A peer of the plan to go over to is gone: go on with the plan that there is."""
+    state = replace(state, switch=None)
+    if state.after != "move":
+        return state, []
+    state = replace(state, phase="training", after=None)
+    return state, [Instruct(state.epoch, (protocol.Train(state.done),))]
 
 
 def _leaving(state: State, name: str, now_s: float) -> Result:
@@ -267,6 +342,9 @@ def _leaving(state: State, name: str, now_s: float) -> Result:
 
 def _stop(state: State, now_s: float) -> Result:
     state = replace(state, stopping=True)
+    if state.phase == "draining" and state.after == "move":
+        state, commands = _stay(state)
+        return state, [*commands, _waiting("the step is finished and saved, then the run ends")]
     if state.phase == "draining":
         return (replace(state, after="interrupted") if state.after == "replan" else state), []
     if state.phase == "training":
@@ -280,6 +358,8 @@ def _tick(state: State, now_s: float) -> Result:
         have = f"{len(state.members)} of {settings.peers} peers joined within {settings.wait_s:.0f} s"
         reason = f"{have}; give the ticket to more peers or lower pipeline.peers"
         return _finish(state, reason, now_s, failed=True)
+    if state.phase == "surveying" and now_s - state.survey_s > settings.survey_s:
+        return _propose(replace(state, surveying=frozenset()))
     commands: list[Command] = []
     for name, member in state.members.items():
         if name in state.members and state.phase != "ended" and now_s - member.heard_s > settings.silence_s:

@@ -5,8 +5,8 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import permutations
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
 from .graph import OpGraph
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
-from .layout import Layout, lay_out
+from .layout import Layout, handover
 from .optim import clip_factor, lr_at
 from .results import Result
 from .runfolder import RunFolder
+from .scheduler import Scheduler
 from .topology import Topology
 from .transfers import GradientWriter, Shelf, Upload, checkpoint_sink
 from .transports.direct import DirectTransport
@@ -65,6 +66,7 @@ class Coordinator:
     ) -> None:
         self.job, self.graph, self.run_dir = job, graph, run_dir
         self._given_plan, self._topology = plan, topology
+        self._scheduler = Scheduler(job, graph)
         self._listen, self._advertise = (host, port), tuple(advertise)
         self._on_event = on_event or (lambda event: None)
         self._source, self._weights = source, weights
@@ -82,6 +84,7 @@ class Coordinator:
             evaluate_microbatches=min(job.evaluate.microbatches, source.held_out_microbatches),
             checkpoint_every=job.checkpoint.every,
             keep_gradients=keep_gradients,
+            survey=plan is None,
             wait_s=wait_s,
         )
         step = self._folder.checkpoint.manifest.step if self._folder.checkpoint else 0
@@ -99,6 +102,7 @@ class Coordinator:
         self._unsaid: deque[events.RunEvent] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._layouts: dict[int, Layout] = {}
+        self._proposed: Layout | None = None
         self._shelf = Shelf(None, {})
         self._uploads: dict[tuple[int, bool], Upload] = {}
         self._last_checkpoint: Upload | None = None
@@ -145,11 +149,13 @@ class Coordinator:
         host, _, port = hello.address.rpartition(":")
         address = f"{session.host if host in ('', '0.0.0.0', '[::]') else host}:{port}"
         self._waiting_room[session.number] = session, hello.name
-        self._post(runstate.Joined(session.number, peer, hello.duty, address))
+        self._post(runstate.Joined(session.number, peer, hello.duty, address, hello.kind[:200]))
 
     def on_message(self, session: channel.Session, message: protocol.FromPeer) -> None:
         name = self._name_of(session)
         if name is not None:
+            if isinstance(message, protocol.Surveyed) and message.epoch == self._state.epoch:
+                self._scheduler.saw(replace(use, dst=name) for use in message.links)
             self._post(runstate.Said(name, message))
 
     def on_closed(self, session: channel.Session, reason: str) -> None:
@@ -238,15 +244,25 @@ class Coordinator:
             case runstate.Dismiss(name, reason):
                 if name in self._sessions:
                     _part(self._sessions.pop(name), reason)
+            case runstate.Survey(epoch, names):
+                roster = {name: self._state.members[name].address for name in names}
+                for name in names:
+                    self._sessions[name].send(protocol.Survey(epoch, roster))
             case runstate.Propose(epoch, peers):
                 self._spawn(self._propose(epoch, peers))
-            case runstate.Prepare(plan, step):
+            case runstate.Prepare(plan, step, None):
                 self._prepare(self._layouts[plan.epoch], step)
+            case runstate.Prepare(plan, step, runstate.Switch() as switch):
+                self._move(plan, step, switch)
+            case runstate.Adopt(plan, reason):
+                self._layouts = {plan.epoch: replace(self._layout, plan=plan)}
+                self._announce(self._layout, reason)
             case runstate.Feed(epoch, step):
                 self._feeder.start(epoch, step, self._layout.readers())
             case runstate.Instruct(epoch, instructions):
-                self._expect_uploads(instructions)
-                for name in self._layout.names:
+                layout = self._layouts[epoch]
+                self._expect_uploads(layout, instructions)
+                for name in layout.names:
                     if name in self._sessions:
                         self._sessions[name].send(protocol.Instruct(epoch, instructions))
             case runstate.LedgerCommit(row, losses):
@@ -261,6 +277,8 @@ class Coordinator:
                 self._spawn(self._write(step))
             case runstate.Emit(event):
                 self._emit(event)
+                if isinstance(event, events.StepCommitted):
+                    self._scheduler.saw(use for report in event.stages for use in report.links)
             case runstate.Finish():
                 for name in list(self._sessions):
                     _part(self._sessions.pop(name), f"the run is over: {command.reason}")
@@ -284,12 +302,9 @@ class Coordinator:
     # Plans.
 
     async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
+        given, self._given_plan = self._given_plan, None
         try:
-            given = self._given_plan if epoch == 1 else None
-            names = [peer.name for peer in peers]
-            shape = self._topology
-            links = [shape.link(*ends) for ends in permutations(names, 2)] if shape is not None else ()
-            self._layouts[epoch] = await asyncio.to_thread(lay_out, self.job, self.graph, peers, epoch, given, links)
+            self._layouts[epoch] = await asyncio.to_thread(self._scheduler.lay_out, peers, epoch, given)
         except GeotrainError as error:
             self._post(runstate.PlanRefused(epoch, str(error)))
         else:
@@ -300,26 +315,55 @@ class Coordinator:
         return self._layouts[self._state.epoch]
 
     def _prepare(self, layout: Layout, step: int) -> None:
-        plan = layout.plan
-        self._layouts = {plan.epoch: layout}
+        """Every stage starts from the checkpoint at `step`, or fresh."""
+        self._begin(layout, "")
+        self._shelf = Shelf(self._weights_at(step), self.graph.ties)
+        for i, stage in enumerate(layout.stages):
+            self._tell(layout, i, step, self._shelf.wanted(stage), (), ())
+
+    def _move(self, plan: Plan, step: int, switch: runstate.Switch) -> None:
+        """Every stage goes on with the state that the stages before it have."""
+        old, proposed = self._layouts[plan.epoch - 1], self._proposed
+        assert proposed is not None
+        layout = replace(proposed, plan=plan)
+        self._begin(layout, switch.reason)
+        moves, gifts = handover(old, layout)
+        for i, name in enumerate(layout.names):
+            self._tell(layout, i, step, (), moves[i], gifts.get(name, ()))
+        roster = self._roster({*layout.names, *gifts})
+        for name in old.names:
+            if name not in layout.names and name in self._sessions:
+                self._sessions[name].send(protocol.Release(plan.epoch, step, roster, gifts.get(name, ())))
+
+    def _begin(self, layout: Layout, reason: str) -> None:
+        self._layouts = {layout.plan.epoch: layout}
         self._abort_uploads()
         self._feeder.stop()
+        self._shelf.close()
+        self._shelf = Shelf(None, {})
+        self._announce(layout, reason)
+        self._transport.set_roster(layout.plan.epoch, self._roster(layout.names), _refuse_frames)
+
+    def _announce(self, layout: Layout, reason: str) -> None:
+        plan = layout.plan
         self._folder.write_plan(plan)
         ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
-        self._emit(events.Planned(plan, ops, layout.blocks, self.graph.num_parameters))
+        self._emit(events.Planned(plan, ops, layout.blocks, self.graph.num_parameters, reason))
 
-        self._shelf.close()
-        self._shelf = Shelf(self._weights_at(step), self.graph.ties)
-        names = layout.names
-        roster = {name: self._state.members[name].address for name in names}
-        self._transport.set_roster(plan.epoch, roster, _refuse_frames)
-        train = self.job.train.model_dump_json()
-        for i, (name, stage) in enumerate(zip(names, layout.stages, strict=True)):
-            message = protocol.Prepare(
-                plan.epoch, step, i, layout.graphs[i], layout.actions[i], train, self.job.run.seed, names,
-                roster, self._shelf.wanted(stage),
-            )  # fmt: skip
-            self._sessions[name].send(message)
+    def _tell(
+        self, layout: Layout, i: int, step: int, fetch: tuple[protocol.NamedSpec, ...],
+        moves: tuple[protocol.Move, ...], gifts: tuple[protocol.Gift, ...],
+    ) -> None:  # fmt: skip
+        plan, job = layout.plan, self.job
+        stage, roster = plan.stages[i], self._roster({*layout.names, *(move.src for move in moves)})
+        message = protocol.Prepare(
+            plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
+            layout.names, roster, fetch, moves, gifts, stage.codec_forward, stage.codec_backward, stage.recompute,
+        )  # fmt: skip
+        self._sessions[stage.peer].send(message)
+
+    def _roster(self, names: Collection[str]) -> dict[str, str]:
+        return {name: self._state.members[name].address for name in names}
 
     def _weights_at(self, step: int) -> WeightStore | None:
         if step > 0:
@@ -328,8 +372,7 @@ class Coordinator:
 
     # Uploads.
 
-    def _expect_uploads(self, instructions: Sequence[protocol.Instruction]) -> None:
-        layout = self._layout
+    def _expect_uploads(self, layout: Layout, instructions: Sequence[protocol.Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, protocol.Checkpoint):
                 sink = checkpoint_sink(

@@ -25,12 +25,14 @@ class Waiting:
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan was chosen. `stage_ops`: op count by stage; `stage_blocks`: a phrase by stage, such as
-    `blocks.0-blocks.2`; `parameters`: how many the model has."""
+    `blocks.0-blocks.2`; `parameters`: how many the model has; `reason`: why the plan before it was given up while
+    the run went on (empty for a plan that starts from weights on disk, or fresh)."""
 
     plan: Plan
     stage_ops: tuple[int, ...]
     stage_blocks: tuple[str, ...]
     parameters: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class StageWorker:
         tensors: the stage's parameters and buffers by name, on `device`; used as they are, not copied.
         actions: its part of the schedule (F and B).
         send: takes (stages, key, tensor or None) and returns at once.
+        recompute: keep only what a microbatch received, and run it forward again for backward.
         duty: share of the time that this peer may compute; after each action it rests accordingly.
         clock: seconds, monotonic.
     """
@@ -92,6 +93,7 @@ class StageWorker:
         seed: int,
         send: Send,
         duty: float = 1.0,
+        recompute: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stage = stage
@@ -192,6 +194,14 @@ class StageWorker:
         kept = [n for n in stage.parameters if n not in stage.copies]
         kept += [n for n, b in stage.buffers.items() if b.persistent and n not in stage.copies]
         found = {name: self._runner.tensors[name].detach() for name in kept}
+        if self._optimizer is not None:
+            found |= optim.state_tensors(self._optimizer, self._parameters)
+        return found
+
+    def everything(self) -> dict[str, Tensor]:
+        """All that another stage needs to go on from here: parameters and buffers, copies too, and optimizer state."""
+        stage = self._stage
+        found = {name: self._runner.tensors[name].detach() for name in (*stage.parameters, *stage.buffers)}
         if self._optimizer is not None:
             found |= optim.state_tensors(self._optimizer, self._parameters)
         return found

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import planner, schedule
+from . import planner, protocol, schedule
 from .base import Link, Peer, Plan
 from .config import JobConfig
 from .errors import PlanError
@@ -61,3 +61,26 @@ def lay_out(
     bounds = [*(stage.first_op for stage in plan.stages), len(graph.ops)]
     graphs = tuple(to_bytes(stage) for stage in stages)
     return Layout(plan, stages, graphs, words, tuple(stage_modules(graph, bounds)))
+
+
+def handover(old: Layout, new: Layout) -> tuple[list[tuple[protocol.Move, ...]], dict[str, tuple[protocol.Gift, ...]]]:
+    """How the stages of one layout get the state that those of another have: by new stage what it takes over and from
+    whom, and by peer what it gives. Every new stage's parameters and buffers are there; a peer keeps what it has."""
+    owner: dict[str, str] = {}
+    holds: dict[str, set[str]] = {}
+    for peer, stage in zip(old.names, old.stages, strict=True):
+        holds[peer] = {*stage.parameters, *stage.buffers}
+        owner |= {name: peer for name in holds[peer] if name not in stage.copies}
+    moves: list[tuple[protocol.Move, ...]] = []
+    gifts: dict[str, dict[str, list[str]]] = {}
+    for peer, stage in zip(new.names, new.stages, strict=True):
+        names = (*stage.parameters, *stage.buffers)
+        trained = {name for name, parameter in stage.parameters.items() if parameter.requires_grad}
+        sources = {n: peer if n in holds.get(peer, ()) and n not in trained else owner[n] for n in names}
+        moves.append(tuple(protocol.Move(name, source) for name, source in sources.items()))
+        for name, source in sources.items():
+            if source != peer:
+                gifts.setdefault(source, {}).setdefault(name, []).append(peer)
+    return moves, {
+        peer: tuple(protocol.Gift(name, tuple(to)) for name, to in given.items()) for peer, given in gifts.items()
+    }

@@ -1,6 +1,7 @@
 """What this machine can do: its device, its speed, its memory; measured, not typed in. I/O."""
 
 import os
+import platform
 import time
 
 import torch
@@ -54,3 +55,10 @@ def free_memory_bytes(device: torch.device) -> int:
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return int(0.9 * free)
+
+
+def kind(device: torch.device, threads: int | None) -> str:
+    """What this machine computes with. Machines of one kind differ only in speed: duty cap, clock, other load."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} {device.type} {threads or torch.get_num_threads()}"

@@ -76,6 +76,15 @@ def clip_factor(norms: Mapping[str, float], max_norm: float) -> tuple[float, flo
     return total.item(), factor.item()
 
 
+def state_names(train: TrainConfig, parameter: str) -> list[str]:
+    """The names that `state_tensors` may give to a parameter's state."""
+    if train.optimizer == "adamw":
+        keys = ["step", "exp_avg", "exp_avg_sq"]
+    else:
+        keys = ["momentum_buffer"] if train.momentum else []
+    return [f"{PREFIX}{key}/{parameter}" for key in keys]
+
+
 def state_tensors(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, Tensor]:
     """The optimizer's state as live tensors by name; empty before the first step. `names` are those of the
     parameters, in the order given to `build`."""

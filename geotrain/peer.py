@@ -10,27 +10,30 @@ import os
 import signal
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import protocol
-from .admission import Admission
-from .base import COORDINATOR, PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
+from .admission import Admission, expectations, moved
+from .base import COORDINATOR, ONCE, PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
 from .channel import Dialled
-from .codecs.identity import from_raw, raw
+from .coding import Codecs, Decoder, Encoder, absent, raw_frame
 from .config import PeerConfig, TrainConfig
 from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError
 from .graph import StageGraph, from_bytes
 from .graph.serial import tensor_spec
 from .identity import Ticket
 from .loops import run
-from .machine import free_memory_bytes, measured_flops_per_s, pick_device
-from .stagethread import Machine, StageThread
+from .machine import free_memory_bytes, kind, measured_flops_per_s, pick_device
+from .stagethread import Held, Machine, StageThread, one_line
+from .survey import Survey
 from .topology import Topology
 from .transfers import plain
 from .transports.direct import DirectTransport
@@ -63,6 +66,8 @@ class PeerProcess:
             topology=topology, host=config.host, port=config.port,
         )  # fmt: skip
         self._stage: StageThread | None = None
+        self._survey: Survey | None = None
+        self._coding: _Coding | None = None
         self._names: tuple[str, ...] = ()
         self._leaving = False
         self._said = ""
@@ -78,7 +83,7 @@ class PeerProcess:
         hello = protocol.Hello(
             PROTOCOL_VERSION, self._ticket.run, self._ticket.token, self.name, speed * self._machine.duty,
             int(memory * 2**30) if memory is not None else free_memory_bytes(self._machine.device),
-            self._machine.duty, self._config.advertise or address,
+            self._machine.duty, self._config.advertise or address, kind(self._machine.device, self._machine.threads),
         )  # fmt: skip
         try:
             welcome = await self._dialled.open(hello)
@@ -101,8 +106,14 @@ class PeerProcess:
     async def _serve(self) -> int:
         while True:
             match await self._dialled.receive():
+                case protocol.Survey() as survey:
+                    await self._retire()
+                    self._survey = Survey(self._transport, survey.epoch, survey.roster)
+                    self._spawn(self._look_around(self._survey))
                 case protocol.Prepare() as prepare:
                     await self._become(prepare)
+                case protocol.Release() as release:
+                    await self._release(release)
                 case protocol.Instruct(epoch, instructions):
                     if self._stage is not None and self._stage.epoch == epoch:
                         self._stage.instruct(instructions)
@@ -112,8 +123,11 @@ class PeerProcess:
                 case protocol.Welcome():
                     raise RemoteProtocolError("a second welcome")
 
+    async def _look_around(self, survey: Survey) -> None:
+        self._post(protocol.Surveyed(survey.epoch, await survey.run()))
+
     async def _become(self, prepare: protocol.Prepare) -> None:
-        await self._retire()
+        held = await self._retire(bool(prepare.moves or prepare.gifts))
         stage = await asyncio.to_thread(from_bytes, prepare.graph)
         if not isinstance(stage, StageGraph):
             raise RemoteProtocolError("a whole model where a stage belongs")
@@ -122,21 +136,50 @@ class PeerProcess:
         except ValueError:
             raise RemoteProtocolError("the coordinator sends training settings that this geotrain lacks") from None
         self._names = prepare.names
+        sources = {move.name: move.src for move in prepare.moves if move.src != self.name}
+        expected = {**expectations(stage, prepare.names), **moved(stage, sources, train)}
+        admission = Admission(prepare.epoch, expected, train.microbatches)
         roster = {**prepare.roster, COORDINATOR: self._dialled.address}
-        admission = Admission(prepare.epoch, stage, prepare.names, train.microbatches)
         self._transport.set_roster(prepare.epoch, roster, admission.check)
-        self._stage = StageThread(prepare, stage, train, self._machine, self._send_soon, self)
+        self._give(prepare.epoch, prepare.step, prepare.gifts, held)
+        codecs = Codecs(prepare.codec_forward, prepare.codec_backward)
+        self._coding = _Coding(stage, codecs, prepare.seed, self._machine, self._failed)
+        self._stage = StageThread(prepare, stage, train, self._machine, self._send_soon, self, held)
         self._stage.start()
         self._tell(
             f"epoch {prepare.epoch}: stage {prepare.stage} of {len(prepare.names)}, {len(stage.ops)} ops; "
             "loading its weights"
         )
 
-    async def _retire(self) -> None:
-        if self._stage is not None:
-            self._stage.abort()
-            await asyncio.to_thread(self._stage.join)
-            self._stage = None
+    async def _release(self, release: protocol.Release) -> None:
+        held = await self._retire(True)
+        self._transport.set_roster(release.epoch, release.roster, _refuse_frames)
+        self._give(release.epoch, release.step, release.gifts, held)
+        self._tell(f"epoch {release.epoch}: no stage; waiting for a plan")
+
+    async def _retire(self, keep: bool = False) -> Held:
+        """End the stage; returns its state, if it is to be kept."""
+        stage, self._stage, self._survey = self._stage, None, None
+        held: Held = {}
+        if stage is not None and keep:
+            held = await asyncio.to_thread(stage.finish)
+        elif stage is not None:
+            stage.abort()
+            await asyncio.to_thread(stage.join)
+        if self._coding is not None:
+            self._coding.close()
+            self._coding = None
+        return held
+
+    def _give(self, epoch: int, step: int, gifts: Sequence[protocol.Gift], held: Held) -> None:
+        for gift in gifts:
+            if gift.name not in held:
+                raise RemoteProtocolError(f"the coordinator gives away {gift.name!r}, which is not here")
+            for part, tensor in held[gift.name].items():
+                key = FrameKey(epoch, step, ONCE, part, "M")
+                frame = absent(key) if tensor is None else raw_frame(key, tensor)
+                for peer in gift.to:
+                    self._spawn(self._deliver(peer, frame))
 
     # What the stage thread asks of us.
 
@@ -145,8 +188,14 @@ class PeerProcess:
 
     def _post(self, message: protocol.FromPeer) -> None:
         if isinstance(message, protocol.Ready):
-            message = replace(message, report=replace(message.report, links=tuple(self._transport.used())))
+            links = tuple(self._transport.used())
+            codecs = self._coding.encoder.take() if self._coding is not None else ()
+            message = replace(message, report=replace(message.report, links=links, codecs=codecs))
         self._outbox.put_nowait(message)
+
+    def use_codecs(self, codecs: Codecs) -> None:
+        if self._coding is not None:
+            self._coding.encoder.codecs = codecs
 
     def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> concurrent.futures.Future[None]:
         return asyncio.run_coroutine_threadsafe(self._fetch(epoch, into), self._loop)
@@ -194,32 +243,34 @@ class PeerProcess:
 
     def _send_soon(self, stages: list[int], key: FrameKey, tensor: Tensor | None) -> None:
         """Called by the stage thread; never waits."""
-        self._loop.call_soon_threadsafe(self._send, stages, key, tensor)
+        coding = self._coding
+        if coding is not None:
+            names = [self._names[stage] for stage in stages]
+            coding.encode(key, tensor, lambda frame: self._loop.call_soon_threadsafe(self._send, names, frame))
 
-    def _send(self, stages: list[int], key: FrameKey, tensor: Tensor | None) -> None:
-        if tensor is None:
-            frame = Frame(key, "identity", TensorSpec((), "float32"), [], absent=True)
-        else:
-            payload = raw(tensor)
-            frame = Frame(key, "identity", tensor_spec(tensor), payload)
-        for stage in stages:
-            self._spawn(self._deliver(self._names[stage], frame))
+    def _send(self, names: list[str], frame: Frame) -> None:
+        for name in names:
+            self._spawn(self._deliver(name, frame))
 
     async def _deliver(self, name: str, frame: Frame) -> None:
         with contextlib.suppress(RemoteError):  # `on_lost` tells
             await self._transport.send(name, frame)
 
     def _on_frame(self, src: str, frame: Frame) -> None:
-        stage = self._stage
-        if stage is None or stage.worker is None or stage.epoch != frame.key.epoch:
-            return
-        tensor = None
-        if not frame.absent:
-            payload = frame.payload[0] if frame.payload else memoryview(b"")
-            tensor = from_raw(payload, frame.spec, self._machine.device)
-        stage.worker.put(frame.key, tensor)
+        stage, coding = self._stage, self._coding
+        if self._survey is not None and self._survey.epoch == frame.key.epoch:
+            self._survey.on_frame(src, frame)
+        elif stage is not None and coding is not None and stage.epoch == frame.key.epoch:
+            coding.decode(frame, lambda tensor: stage.put(frame.key, tensor))
+
+    def _failed(self, error: Exception) -> None:
+        """Called by the codec threads."""
+        if self._stage is not None:
+            self.post(protocol.Failed(self._stage.epoch, one_line(error)))
 
     def _on_lost(self, name: str, reason: str) -> None:
+        if self._survey is not None:
+            self._survey.on_lost(name)
         if self._stage is not None:
             self._loop.call_later(_LINK_GRACE_S, self._still_lost, self._stage.epoch, name, reason)
 
@@ -260,10 +311,63 @@ class PeerProcess:
     async def _close(self) -> None:
         if self._stage is not None:
             self._stage.abort()
+        if self._coding is not None:
+            self._coding.close()
         for task in list(self._tasks):
             task.cancel()
         await self._transport.close()
         await self._dialled.close()
+
+
+class _Coding:
+    """A thread that encodes what the stage sends, and one that decodes what it receives: neither waits for compute,
+    nor compute for them. What needs no work is passed on at once."""
+
+    def __init__(
+        self, stage: StageGraph, codecs: Codecs, seed: int, machine: Machine, on_error: Callable[[Exception], None]
+    ) -> None:
+        self.encoder = Encoder(stage, codecs, seed=seed, clock=time.monotonic)
+        self.decoder = Decoder(machine.device, seed=seed)
+        self._on_error = on_error
+        start = None if machine.threads is None else partial(torch.set_num_threads, machine.threads)
+        self._encoding, self._decoding = (
+            concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name, initializer=start)
+            for name in ("encode", "decode")
+        )
+
+    def encode(self, key: FrameKey, tensor: Tensor | None, then: Callable[[Frame], object]) -> None:
+        if tensor is None:
+            then(absent(key))
+            return
+        codec = self.encoder.codec_for(key, tensor)
+        if codec == "identity":
+            then(self.encoder.encode(key, tensor, codec))
+        else:
+            self._run(self._encoding, lambda: then(self.encoder.encode(key, tensor, codec)))
+
+    def decode(self, frame: Frame, then: Callable[[Tensor | None], object]) -> None:
+        if frame.absent or frame.codec == "identity":
+            then(self.decoder.decode(frame))
+        else:
+            self._run(self._decoding, lambda: then(self.decoder.decode(frame)))
+
+    def close(self) -> None:
+        for threads in (self._encoding, self._decoding):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, threads: concurrent.futures.Executor, work: Callable[[], object]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._on_error(error)
+
+        with contextlib.suppress(RuntimeError):  # closed: the epoch is over
+            threads.submit(guarded)
+
+
+def _refuse_frames(*_: object) -> None:
+    raise RemoteProtocolError("a peer without a stage takes no frames")
 
 
 def main(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
-from .base import StageReport, TensorSpec
+from .base import LinkUse, StageReport, TensorSpec
 from .errors import RemoteProtocolError
 
 CHUNK_BYTES = 1 << 20
@@ -33,7 +33,8 @@ class NamedSpec:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A peer asks to join. `flops_per_s` is measured, duty cap included; other peers dial `address`."""
+    """A peer asks to join. `flops_per_s` is measured, duty cap included; other peers dial `address`; peers of one
+    `kind` are alike but for their speed."""
 
     version: int
     run: str
@@ -43,6 +44,15 @@ class Hello:
     memory_bytes: int
     duty: float
     address: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What a peer saw of the links to it."""
+
+    epoch: int
+    links: tuple[LinkUse, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +120,38 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """Send test frames to everybody in `roster`, take theirs, and say what the links are like."""
+
+    epoch: int
+    roster: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A parameter (with its optimizer state) or buffer that the stage takes over as it is now, from peer `src`,
+    which may be the stage's own."""
+
+    name: str
+    src: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """A parameter or buffer of the old epoch's stage that other peers take over."""
+
+    name: str
+    to: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
-    """Everything of the old epoch is void: become `stage` of this one.
+    """The old epoch is over: become `stage` of this one.
 
     `graph` is a stage graph's bytes, `actions` its schedule as words, `train` the job's training section as
-    JSON, `seed` the run's. `names` is the peer of each stage and `roster` the address of each peer. `fetch`
-    are the tensors to fetch; a parameter or buffer that is not among them is made from its own init. `step`
-    steps are done.
+    JSON, `seed` the run's. `names` is the peer of each stage and `roster` the address of each peer. `fetch` are
+    the tensors to fetch from the coordinator, `moves` those that come from peers; a parameter or buffer that is
+    among neither is made from its own init. `gifts` are given to others first. `step` steps are done.
     """
 
     epoch: int
@@ -129,6 +164,21 @@ class Prepare:
     names: tuple[str, ...]
     roster: dict[str, str]
     fetch: tuple[NamedSpec, ...]
+    moves: tuple[Move, ...]
+    gifts: tuple[Gift, ...]
+    codec_forward: str
+    codec_backward: str
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The peer has no stage in this epoch. It gives away what the others take over, and waits for a plan."""
+
+    epoch: int
+    step: int
+    roster: dict[str, str]
+    gifts: tuple[Gift, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +186,14 @@ class Train:
     """Run the stage's actions of step number `step`, then say `Ready`."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """From now on compress with these, by stage: the values that it sends, and the gradients that it sends."""
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +228,7 @@ class Gradients:
     step: int
 
 
-Instruction = Train | Commit | Evaluate | Checkpoint | Gradients
+Instruction = Train | Codecs | Commit | Evaluate | Checkpoint | Gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +271,8 @@ class Store:
     tensors: tuple[NamedSpec, ...]
 
 
-FromPeer = Hello | Loaded | Ready | Scored | Saved | Progress | Failed | Leaving
-FromCoordinator = Welcome | Prepare | Instruct | Leave
+FromPeer = Hello | Surveyed | Loaded | Ready | Scored | Saved | Progress | Failed | Leaving
+FromCoordinator = Welcome | Survey | Prepare | Release | Instruct | Leave
 Transfer = Fetch | Store
 Message = FromPeer | FromCoordinator | Transfer
 
@@ -222,7 +280,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _LIMITS: Mapping[type[Any], int] = {
     Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 4 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
-    Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB,
+    Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: 3 * _MIB, Surveyed: 3 * _MIB, Release: 3 * _MIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

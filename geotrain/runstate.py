@@ -12,12 +12,13 @@ from typing import Literal
 from . import events, protocol
 from .base import Peer, Plan, StageReport
 
-Phase = Literal["gathering", "planning", "preparing", "training", "draining", "ended"]
+Phase = Literal["gathering", "surveying", "planning", "preparing", "training", "draining", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost.
+    """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost. With
+    `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most.
     The run is evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at
     its end and every so many steps. `parameters` is the model's order, in which `clip` adds norms."""
 
@@ -31,8 +32,10 @@ class Settings:
     evaluate_microbatches: int = 0
     checkpoint_every: int = 0
     keep_gradients: bool = False
+    survey: bool = False
     wait_s: float = 300.0
     silence_s: float = 15.0
+    survey_s: float = 30.0
 
     def evaluation_due(self, step: int) -> bool:
         """Whether the state after `step` steps is evaluated."""
@@ -51,17 +54,21 @@ class Member:
     peer: Peer
     duty: float
     address: str
+    kind: str
     heard_s: float
     leaving: bool = False
+    surveyed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """Everything the coordinator decides by. `checkpoint` is the newest complete one (0: the fresh weights).
 
-    `waiting` holds the stages that still have to load; `ready` the reports of the running step; `saving` the
+    `surveying` holds the peers who still look at their links, since `survey_s`; `waiting` the stages that still
+    have to load; `ready` the reports of the running step; `saving` the
     stages whose part of a checkpoint is still on its way; `writing` the checkpoints being completed on disk;
-    `evaluating` the evaluations without an answer. `after` says what follows when all these are empty.
+    `evaluating` the evaluations without an answer. `after` says what follows when all these are empty. `switch` is
+    the plan to go over to at the next commit; `moved`: this epoch began by going over, not from a checkpoint.
     `gathering_s` is when gathering began, `committed_s` when the last step was committed or training began.
     """
 
@@ -74,12 +81,16 @@ class State:
     plan: Plan | None = None
     done: int = 0
     checkpoint: int = 0
+    surveying: frozenset[str] = frozenset()
+    survey_s: float = 0.0
     waiting: frozenset[int] = frozenset()
     ready: Mapping[int, StageReport] = field(default_factory=dict[int, StageReport])
     saving: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     writing: frozenset[int] = frozenset()
     evaluating: frozenset[int] = frozenset()
-    after: Literal["done", "interrupted", "replan"] | None = None
+    after: Literal["done", "interrupted", "replan", "move"] | None = None
+    switch: "Switch | None" = None
+    moved: bool = False
     stopping: bool = False
     committed_s: float | None = None
 
@@ -104,6 +115,7 @@ class Joined:
     peer: Peer
     duty: float
     address: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,15 @@ class PlanRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch:
+    """A better plan for the running epoch `epoch` was found: go over to it after this step. `reason` is for people."""
+
+    epoch: int
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointWritten:
     step: int
     path: Path
@@ -154,7 +175,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Joined | Said | Lost | PlanChosen | PlanRefused | CheckpointWritten | UserStop | Broken | Tick
+Event = Joined | Said | Lost | PlanChosen | PlanRefused | Switch | CheckpointWritten | UserStop | Broken | Tick
 
 
 # Commands, to be carried out in order.
@@ -185,6 +206,14 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """Let these peers measure the links between them; each answers `Surveyed`."""
+
+    epoch: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Propose:
     """Make a plan of this epoch over these peers, and answer `PlanChosen` or `PlanRefused`."""
 
@@ -194,10 +223,20 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Make every stage of the plan ready to train from the checkpoint at `step`."""
+    """Make every stage of the plan ready to train after `step` steps: from the checkpoint there, or, if a `switch`
+    says why, with the state that the stages of the plan before have."""
 
     plan: Plan
     step: int
+    switch: Switch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The epoch goes on with another plan that differs in codecs only."""
+
+    plan: Plan
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +307,6 @@ class Finish:
 
 
 Command = (
-    Welcome | Refuse | Dismiss | Propose | Prepare | Feed | Instruct | LedgerCommit | LedgerRollback
+    Welcome | Refuse | Dismiss | Survey | Propose | Prepare | Adopt | Feed | Instruct | LedgerCommit | LedgerRollback
     | WriteCheckpoint | Emit | Finish
 )  # fmt: skip

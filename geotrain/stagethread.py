@@ -16,14 +16,23 @@ import torch
 from torch import Tensor
 
 from . import protocol
-from .base import Action, FrameKey
+from .base import ONCE, Action, FrameKey
+from .coding import Codecs
 from .config import TrainConfig
 from .errors import GeotrainError, RemoteProtocolError
-from .executor import Aborted, StageWorker
+from .executor import Aborted, Mailbox, StageWorker
 from .graph import StageGraph
 from .graph.deferred import materialize
+from .graph.ir import Parameter
 from .graph.ops import to_dtype
+from .optim import state_names
 from .transfers import state_spec_problem
+
+_FINISH_S = 60.0
+"""A stage that is asked to end has only commits to carry out."""
+
+Held = dict[str, dict[str, Tensor | None]]
+"""A stage's state: by parameter or buffer, itself and what the optimizer keeps for it (None: nothing yet)."""
 
 Send = Callable[[list[int], FrameKey, Tensor | None], None]
 
@@ -32,6 +41,7 @@ class Loop(Protocol):
     """What the thread asks of the event loop. `fetch` and `upload` start at once and end in the future."""
 
     def post(self, message: protocol.FromPeer) -> None: ...
+    def use_codecs(self, codecs: Codecs) -> None: ...
     def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> "concurrent.futures.Future[None]": ...
     def upload(
         self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
@@ -48,7 +58,8 @@ class Machine:
 
 
 class StageThread:
-    """One stage of one epoch, from its weights to its end. `worker` is None until the stage is built."""
+    """One stage of one epoch, from its weights to its end. `worker` is None until the stage is built. `kept` is what
+    this machine has of the state that the stage takes over, by name."""
 
     def __init__(
         self,
@@ -58,12 +69,15 @@ class StageThread:
         machine: Machine,
         send: Send,
         loop: Loop,
+        kept: Held,
     ) -> None:
         self.epoch, self.step, self.index = prepare.epoch, prepare.step, prepare.stage
         self.stage = stage
-        self._train = train
+        self.train = train
         self.worker: StageWorker | None = None
         self._prepare, self._machine, self._send, self._loop = prepare, machine, send, loop
+        self._name, self._kept = prepare.names[prepare.stage], dict(kept)
+        self._moved = Mailbox()
         self._instructions: queue.SimpleQueue[protocol.Instruction | None] = queue.SimpleQueue()
         self._transfer: concurrent.futures.Future[None] | None = None
         self._upload: concurrent.futures.Future[None] | None = None
@@ -85,11 +99,33 @@ class StageThread:
         for transfer in (self._transfer, self._upload):
             if transfer is not None:
                 transfer.cancel()
+        self._moved.abort()
         if self.worker is not None:
             self.worker.abort()
 
     def join(self) -> None:
         self._thread.join()
+
+    def finish(self) -> Held:
+        """Carry out what is queued, then end; returns the stage's whole state."""
+        self._instructions.put(None)
+        self._thread.join(_FINISH_S)
+        if self._thread.is_alive() or self.worker is None:
+            self.abort()
+            self._thread.join()
+            raise RemoteProtocolError("the stage is asked to move while it works")
+        everything, parameters = self.worker.everything(), self.stage.parameters
+        return {
+            name: {part: everything.get(part) for part in _parts(name, parameters.get(name), self.train)}
+            for name in (*parameters, *self.stage.buffers)
+        }
+
+    def put(self, key: FrameKey, tensor: Tensor | None) -> None:
+        """What arrived for the stage, from any thread."""
+        if key.direction == "M":
+            self._moved.put(key, tensor)
+        elif self.worker is not None:
+            self.worker.put(key, tensor)
 
     @property
     def doing(self) -> str:
@@ -110,7 +146,7 @@ class StageThread:
             return
         except Exception as error:
             if not self._stopped.is_set():
-                self._loop.post(protocol.Failed(self.epoch, _one_line(error)))
+                self._loop.post(protocol.Failed(self.epoch, one_line(error)))
 
     def _build(self) -> None:
         prepare, stage, device = self._prepare, self.stage, self._machine.device
@@ -123,23 +159,42 @@ class StageThread:
             fetched[name] = torch.empty(spec.shape, dtype=to_dtype(spec.dtype))
         self._transfer = self._loop.fetch(self.epoch, fetched)
         tensors: dict[str, Tensor] = {}
+        moving = {move.name for move in prepare.moves}
         for name, entry in {**stage.parameters, **stage.buffers}.items():
-            if name not in fetched:
+            if name not in fetched and name not in moving:
                 if entry.init is None:
                     raise RemoteProtocolError(f"nothing says what {name!r} holds")
                 tensors[name] = materialize(entry.init, entry.spec, name, prepare.seed, device)
                 if self._stopped.is_set():
                     raise Aborted
+        tensors |= self._take_over(fetched)
         self._transfer.result()
         entries = {**stage.parameters, **stage.buffers}
         for name in [name for name in fetched if name in entries]:
             tensors[name] = _laid_out(fetched.pop(name), entries[name].spec.stride).to(device)
         actions = [Action.parse(word) for word in prepare.actions]
         self.worker = StageWorker(
-            stage, tensors, self._train, actions, epoch=self.epoch, device=device, seed=prepare.seed,
-            send=self._send, duty=self._machine.duty,
+            stage, tensors, self.train, actions, epoch=self.epoch, device=device, seed=prepare.seed,
+            send=self._send, duty=self._machine.duty, recompute=prepare.recompute,
         )  # fmt: skip
         self.worker.load(fetched)
+
+    def _take_over(self, optimizer_state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters and buffers that move here, on the device; their optimizer state goes into the argument."""
+        prepare, stage = self._prepare, self.stage
+        tensors: dict[str, Tensor] = {}
+        for move in prepare.moves:
+            own = self._kept.pop(move.name, {}) if move.src == self._name else None
+            for part in _parts(move.name, stage.parameters.get(move.name), self.train):
+                key = FrameKey(self.epoch, prepare.step, ONCE, part, "M")
+                tensor = self._moved.take(key, f"{part} from {move.src}") if own is None else own.get(part)
+                if part == move.name:
+                    if tensor is None:
+                        raise RemoteProtocolError(f"{part!r} is to move here, and there is none")
+                    tensors[part] = tensor.to(self._machine.device)
+                elif tensor is not None:
+                    optimizer_state[part] = tensor
+        return tensors
 
     def _carry_out(self, instruction: protocol.Instruction) -> None:
         worker = self.worker
@@ -150,6 +205,8 @@ class StageThread:
                 report = worker.train(step)
                 self._doing = "waiting for the commit"
                 self._loop.post(protocol.Ready(self.epoch, report))
+            case protocol.Codecs(forward, backward):
+                self._loop.use_codecs(Codecs(forward[self.index], backward[self.index]))
             case protocol.Commit(step, clip, lr, skip):
                 self._settle()
                 worker.commit(step, clip, lr, skip)
@@ -177,6 +234,11 @@ class StageThread:
             self._upload = None
 
 
+def _parts(name: str, parameter: Parameter | None, train: TrainConfig) -> list[str]:
+    """A parameter or buffer, and what an optimizer may keep for it."""
+    return [name, *(state_names(train, name) if parameter is not None and parameter.requires_grad else ())]
+
+
 def _laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """The tensor in the memory layout that its graph was captured with."""
     if stride is None:
@@ -184,6 +246,7 @@ def _laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What the user is told of an error."""
     text = " ".join(str(error).split())[:500]
     return text if isinstance(error, GeotrainError) else f"{type(error).__name__}: {text}"

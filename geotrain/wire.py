@@ -1,8 +1,8 @@
 """Frames as bytes and back: a fixed prefix, a msgpack header, the raw payload, a checksum. No sockets. Pure.
 
     prefix    magic `GF`, version u8, zero u8, header bytes u32, payload bytes u64 (little-endian, 16 bytes)
-    header    msgpack list: run, epoch, step, microbatch, value, direction, attempt, codec, shape, dtype, stride, absent,
-              sent (seconds on the sender's monotonic clock)
+    header    msgpack list: run, epoch, step, microbatch, value, direction, attempt, codec, shape, dtype, stride,
+              absent, sent (seconds on the sender's monotonic clock)
     payload   the codec's output; for the identity codec the elements of `spec.packed`
     checksum  xxh3_64 of all that precedes it (little-endian, 8 bytes)
 
@@ -39,7 +39,7 @@ _MAX_DIMS = 16
 _MAX_NAME = 512
 _MAX_ELEMENTS = 1 << 48
 _MAX_COUNT = 1 << 62
-_DIRECTIONS = ("F", "B", "E")
+_DIRECTIONS = ("F", "B", "E", "M")
 
 Buffer = bytes | bytearray | memoryview
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from geotrain.admission import Admission
+from geotrain.admission import Admission, expectations
 from geotrain.base import COORDINATOR, ONCE, FrameKey, TensorSpec
 from geotrain.errors import RemoteProtocolError
 from geotrain.graph import capture, cut
@@ -36,7 +36,7 @@ NAMES = ("anna", "ben")
 
 
 def doors(stages, index):
-    return Admission(3, stages[index], NAMES, microbatches=2)
+    return Admission(3, expectations(stages[index], NAMES), microbatches=2)
 
 
 def forward_key(stage, once):

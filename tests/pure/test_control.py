@@ -55,7 +55,7 @@ class Run:
         return commands
 
     def join(self, name):
-        return self.do(runstate.Joined(hash(name), Peer(name, 1e9, 1 << 30), 1.0, "h:1"))
+        return self.do(runstate.Joined(hash(name), Peer(name, 1e9, 1 << 30), 1.0, "h:1", "cpu"))
 
     def say(self, name, message):
         return self.do(runstate.Said(name, message))
@@ -314,6 +314,93 @@ def test_a_refused_plan_ends_the_run_with_its_reason():
     assert run.last(runstate.Finish).reason == "the model needs 4 GiB, the peers have 2"
 
 
+def test_links_are_measured_before_the_first_plan():
+    run = Run(survey=True)
+    run.join("anna")
+    assert kinds(run.join("ben")) == ["Welcome", "Emit", "Emit", "Survey"]
+    assert run.last(runstate.Survey) == runstate.Survey(1, ("anna", "ben"))
+    assert run.say("anna", protocol.Surveyed(1, ())) == []
+    assert kinds(run.say("ben", protocol.Surveyed(1, ()))) == ["Emit", "Propose"]
+    run.choose_plan()
+    run.load()
+    run.join("carl")
+    run.do(runstate.Lost("ben", "gone"))
+    assert run.last(runstate.Survey).names == ("anna", "carl")  # nobody knows carl's links
+
+
+@pytest.mark.parametrize("how", ["silence", "loss"])
+def test_a_survey_does_not_wait_for_ever(how):
+    run = Run(survey=True, survey_s=30.0, silence_s=1e9)
+    run.join("anna")
+    run.join("ben")
+    run.say("anna", protocol.Surveyed(1, ()))
+    run.now_s = 31.0
+    run.do(runstate.Tick() if how == "silence" else runstate.Lost("ben", "gone"))
+    assert run.state.phase == "planning" and len(run.last(runstate.Propose).peers) == (2 if how == "silence" else 1)
+
+
+def test_other_codecs_come_into_force_with_the_next_step():
+    run = Run()
+    run.start("anna", "ben")
+    stages = tuple(replace(stage, codec_forward="int8", codec_backward="hd4u") for stage in run.state.plan.stages)
+    assert run.do(runstate.Switch(1, replace(run.state.plan, stages=stages, epoch=9), "the link is slow")) == []
+    run.step()
+    assert run.instructed()[1:] == (protocol.Codecs(("int8", "int8"), ("hd4u", "hd4u")), protocol.Train(1))
+    assert run.last(runstate.Adopt).plan == run.state.plan and run.state.plan.stages == stages
+    assert (run.state.epoch, run.state.plan.epoch, run.state.phase) == (1, 1, "training")
+
+
+def moving():
+    """Two peers train, a third is there, and the plan is to go over from ben to carl."""
+    run = Run(evaluate_every=1, evaluate_microbatches=1)
+    run.start("anna", "ben")
+    run.join("carl")
+    run.do(runstate.Switch(1, plan_over(["anna", "carl"], 7), "carl is faster"))
+    run.step()
+    return run
+
+
+def test_stages_move_when_the_step_is_committed_and_nothing_is_on_its_way():
+    run = moving()
+    assert run.instructed() == (protocol.Commit(0, pytest.approx(0.707, abs=1e-3), 0.1, False), protocol.Evaluate(1, 1))
+    assert run.state.phase == "draining"
+    run.say("ben", protocol.Scored(1, 0, (5.0,)))
+    run.say("ben", protocol.Scored(1, 1, (4.0,)))
+    prepare = run.last(runstate.Prepare)
+    assert (prepare.step, prepare.plan.epoch, prepare.switch.reason) == (1, 2, "carl is faster")
+    assert kinds(run.load()) == ["Emit", "Feed", "Instruct"]
+    assert run.instructed() == (protocol.Train(1),)  # evaluated already
+    run.step()
+    assert [row.step for row in run.ledger] == [0, 1] and [row.epoch for row in run.ledger] == [1, 2]
+
+
+def test_when_the_peer_to_move_to_is_lost_the_old_plan_goes_on():
+    run = moving()
+    run.do(runstate.Lost("carl", "gone"))
+    assert run.instructed() == (protocol.Train(1),) and run.state.phase == "training"
+    assert run.state.switch is None and run.state.epoch == 1
+
+
+@pytest.mark.parametrize("name", ["ben", "carl"])
+def test_a_peer_lost_while_stages_move_costs_the_steps_since_the_checkpoint(name):
+    run = moving()
+    if name == "carl":
+        run.say("ben", protocol.Scored(1, 0, (5.0,)))
+        run.say("ben", protocol.Scored(1, 1, (4.0,)))
+        assert run.state.phase == "preparing"
+    run.do(runstate.Lost(name, "gone"))
+    assert run.last(runstate.LedgerRollback) == runstate.LedgerRollback(0, run.state.epoch)
+    assert run.state.phase == "planning" and run.state.done == 0
+
+
+def test_a_stop_while_stages_are_about_to_move_ends_the_run_as_usual():
+    run = moving()
+    run.do(runstate.UserStop())
+    assert run.instructed() == (protocol.Train(1),)
+    run.step()
+    assert run.instructed()[-1] == protocol.Checkpoint(2) and run.state.after == "interrupted"
+
+
 def test_names_are_unique():
     run = Run()
     run.join("anna")
@@ -326,21 +413,24 @@ class Swarm(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.run = Run(steps=12, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1)
+        self.run = Run(steps=12, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1, survey=True)
         self.names = 0
         self.late = []
         self.finishes = 0
         self.best = (0, 0)
 
     def do(self, event):
+        before = self.run.state
         for command in self.run.do(event):
             self.finishes += isinstance(command, runstate.Finish)
             if isinstance(command, runstate.Emit) and isinstance(command.event, events.StepCommitted):
                 told = {(report.step, report.seconds, report.stage) for report in command.event.stages}
-                state = self.run.state  # `seconds` says in which epoch it was said
-                assert told == {(state.done - 1, state.epoch, i) for i in range(len(state.plan.stages))}
+                # `seconds` says in which epoch it was said
+                assert told == {(before.done, before.epoch, i) for i in range(len(before.plan.stages))}
+            if isinstance(command, runstate.Prepare) and command.switch is not None:
+                assert command.step == self.run.state.done == before.done + (before.phase == "training")
             if isinstance(command, runstate.Instruct):
-                assert command.epoch == self.run.state.epoch
+                assert command.epoch in (before.epoch, self.run.state.epoch)
                 commits = [i for i in command.instructions if isinstance(i, protocol.Commit)]
                 assert [i.step for i in commits] == ([self.run.ledger[-1].step] if commits else [])
 
@@ -348,12 +438,32 @@ class Swarm(RuleBasedStateMachine):
     def begin(self):
         for _ in range(3):
             self.join()
+        self.look()
         self.plan()
+
+    @precondition(lambda self: self.run.state.phase == "surveying")
+    @rule()
+    def look(self):
+        for name in sorted(self.run.state.surveying):
+            self.do(runstate.Said(name, protocol.Surveyed(self.run.state.epoch, ())))
+
+    @precondition(lambda self: self.run.state.phase == "training")
+    @rule(data=st.data(), codecs_only=st.booleans())
+    def switch(self, data, codecs_only):
+        state = self.run.state
+        if codecs_only:
+            stages = tuple(replace(stage, codec_forward="int8") for stage in state.plan.stages)
+            plan = replace(state.plan, stages=stages)
+        else:
+            names = data.draw(st.lists(st.sampled_from(sorted(state.members)), min_size=1, max_size=3, unique=True))
+            plan = plan_over(names, 99)
+        self.late.append(runstate.Switch(state.epoch, plan, "it is faster"))
+        self.do(self.late[-1])
 
     @rule()
     def join(self):
         self.names += 1
-        self.do(runstate.Joined(self.names, Peer(f"p{self.names}", 1e9, 1 << 30), 1.0, "h:1"))
+        self.do(runstate.Joined(self.names, Peer(f"p{self.names}", 1e9, 1 << 30), 1.0, "h:1", "cpu"))
 
     @precondition(lambda self: len(self.run.state.members) > 2)
     @rule(data=st.data(), leave=st.booleans())
@@ -391,6 +501,8 @@ class Swarm(RuleBasedStateMachine):
     def go_on(self, times, write):
         """All is well for some steps."""
         for _ in range(times):
+            if self.run.state.phase == "surveying":
+                self.look()
             if self.run.state.phase == "planning":
                 self.plan()
             for i, stage in enumerate(self.run.state.plan.stages if self.run.state.plan else ()):
@@ -409,7 +521,8 @@ class Swarm(RuleBasedStateMachine):
     def repeat(self, data):
         event = data.draw(st.sampled_from(self.late[-20:]))
         before = self.run.state.epoch, len(self.run.ledger)
-        old = getattr(event, "message", None) and event.message.epoch < self.run.state.epoch
+        about = getattr(event, "message", event)
+        old = getattr(about, "epoch", self.run.state.epoch) < self.run.state.epoch
         self.do(event)
         if old:
             assert before == (self.run.state.epoch, len(self.run.ledger))

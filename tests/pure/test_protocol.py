@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain import protocol
-from geotrain.base import LinkUse, Span, StageReport, TensorSpec
+from geotrain.base import CodecUse, LinkUse, Span, StageReport, TensorSpec
 from geotrain.errors import RemoteProtocolError
 
 REPORT = StageReport(
     step=3, stage=1, peer="anna", finite=True, norms={"w": 1.5, "b": math.inf}, losses=[2.0, 1.0],
     seconds=0.5, spans=(Span("compute", "1F0", 0.0, 0.25),), links=(LinkUse("anna", "ben", 10, 8, 0.1, None),),
-    memory_bytes=7,
+    memory_bytes=7, codecs=(CodecUse("F", "int8", 400, 100, 0.1, 0.1, 400, 1, 0.01, 1.0),),
 )  # fmt: skip
 
 SPEC = protocol.NamedSpec("w", TensorSpec((2, 3), "float32", (1, 2)))
 
 EXAMPLES = [
-    protocol.Hello(1, "r", b"secret", "anna", 1e9, 1 << 40, 0.5, "127.0.0.1:1"),
+    protocol.Hello(1, "r", b"secret", "anna", 1e9, 1 << 40, 0.5, "127.0.0.1:1", "cpu"),
+    protocol.Surveyed(1, REPORT.links),
     protocol.Loaded(1, 0),
     protocol.Ready(1, REPORT),
     protocol.Scored(1, 4, (1.0, 2.0)),
@@ -31,11 +32,16 @@ EXAMPLES = [
     protocol.Failed(1, "no memory"),
     protocol.Leaving(),
     protocol.Welcome("r", 1.0),
-    protocol.Prepare(2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,)),
+    protocol.Survey(1, {"anna": "h:1"}),
+    protocol.Prepare(
+        2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,),
+        (protocol.Move("w", "ben"),), (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
+    ),
+    protocol.Release(3, 7, {"anna": "h:1"}, (protocol.Gift("b", ("ben",)),)),
     protocol.Instruct(
         2,
         (
-            protocol.Gradients(3), protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2),
+            protocol.Gradients(3), protocol.Codecs(("int8",), ("identity",)), protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2),
             protocol.Checkpoint(4), protocol.Train(4),
         ),
     ),

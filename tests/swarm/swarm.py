@@ -186,4 +186,4 @@ async def until(condition, timeout_s=60.0):
 
 
 def hello(token):
-    return protocol.Hello(PROTOCOL_VERSION, "geotrain", token, "anna", 1e9, 1 << 30, 1.0, ":1")
+    return protocol.Hello(PROTOCOL_VERSION, "geotrain", token, "anna", 1e9, 1 << 30, 1.0, ":1", "cpu")

@@ -46,7 +46,7 @@ class Host:
 
 
 def hello(token=TOKEN):
-    return protocol.Hello(1, "run", token, "anna", 1e9, 1 << 30, 1.0, ":1")
+    return protocol.Hello(1, "run", token, "anna", 1e9, 1 << 30, 1.0, ":1", "cpu")
 
 
 def with_server(test):

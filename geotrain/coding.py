@@ -1,0 +1,177 @@
+"""Tensors to frames and back: which codec for which message, the codecs' states, and how well they do. Pure.
+
+Only values that a gradient flows back through are compressed with loss. Parameters that stages share, evaluations,
+small tensors and integers travel as they are.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import CodecUse, Frame, FrameKey, TensorSpec
+from .codecs import Message, Payload, State, get_codec, message_key
+from .codecs.identity import from_raw, raw
+from .graph import StageGraph
+from .graph.serial import tensor_spec
+
+SMALL_BYTES = 4096
+"""Smaller tensors are not worth a codec: a frame's header and the link's delay weigh more."""
+
+SAMPLED = 16
+"""One message of so many is decoded again by its sender, to see what the codec does to it."""
+
+Rows = Callable[[int, int], tuple[int, ...]]
+"""(step, microbatch) -> the samples in it, by number; empty if they are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """What a stage compresses with: the values that it sends, and the gradients that it sends."""
+
+    forward: str = "identity"
+    backward: str = "identity"
+
+
+class States:
+    """The states of one side's codecs, by codec, direction and value."""
+
+    def __init__(self, side: str) -> None:
+        self._side = side
+        self._states: dict[tuple[str, str, str], State] = {}
+
+    def get(self, codec: str, key: FrameKey, spec: TensorSpec) -> State:
+        name = codec, key.direction, key.value
+        if name not in self._states:
+            self._states[name] = get_codec(codec).init(spec)
+        return self._states[name]
+
+    def set(self, codec: str, key: FrameKey, state: State) -> None:
+        self._states[codec, key.direction, key.value] = state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All states as named tensors, to be saved or moved with the stage."""
+        return {
+            "/".join(("codec", self._side, *name, field)): tensor
+            for name, state in self._states.items()
+            for field, tensor in state.items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `tensors`; what belongs to another side is passed over."""
+        states: dict[tuple[str, str, str], dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            _, side, codec, direction, rest = name.split("/", 4)
+            if side == self._side:
+                value, _, field = rest.rpartition("/")
+                states.setdefault((codec, direction, value), {})[field] = tensor
+        self._states.update(states)
+
+
+class Encoder:
+    """What one stage sends. Not safe for two threads at once, and keeps the order of messages."""
+
+    def __init__(
+        self, stage: StageGraph, codecs: Codecs, *, seed: int, clock: Callable[[], float], rows: Rows | None = None
+    ) -> None:
+        self._lossy = {("F", s.value) for s in stage.sends if s.grad and not s.once}
+        self._lossy |= {("B", r.value) for r in stage.receives if r.grad and not r.once}
+        self.codecs = codecs
+        self.states = States("out")
+        self._seed, self._clock, self._rows = seed, clock, rows or _unknown
+        self._uses: dict[tuple[str, str], CodecUse] = {}
+
+    def codec_for(self, key: FrameKey, tensor: Tensor) -> str:
+        """The codec of a message under the codecs in force."""
+        if (key.direction, key.value) not in self._lossy or not tensor.is_floating_point():
+            return "identity"
+        if tensor.numel() * tensor.element_size() < SMALL_BYTES:
+            return "identity"
+        return self.codecs.forward if key.direction == "F" else self.codecs.backward
+
+    def encode(self, key: FrameKey, tensor: Tensor, codec: str) -> Frame:
+        """The frame of a tensor, with a codec that `codec_for` named."""
+        spec = tensor_spec(tensor)
+        if codec == "identity":
+            payload, seconds = raw(tensor), 0.0
+        else:
+            start_s = self._clock()
+            message = _message(self._seed, key, self._rows)
+            before = self.states.get(codec, key, spec)
+            payload, state = get_codec(codec).encode(tensor, before, message)
+            self.states.set(codec, key, state)
+            seconds = self._clock() - start_s
+            if message.key % SAMPLED == 0:
+                self._sample(codec, key, tensor, payload, before, message)
+        frame = Frame(key, codec, spec, list(payload))
+        use = self._use(codec, key)
+        self._uses[use.direction, codec] = replace(
+            use, raw_bytes=use.raw_bytes + spec.packed.nbytes, wire_bytes=use.wire_bytes + frame.nbytes,
+            encode_s=use.encode_s + seconds,
+        )  # fmt: skip
+        return frame
+
+    def take(self) -> tuple[CodecUse, ...]:
+        """What was encoded since this was last asked."""
+        uses, self._uses = tuple(self._uses.values()), {}
+        return uses
+
+    def _use(self, codec: str, key: FrameKey) -> CodecUse:
+        return self._uses.get((key.direction, codec)) or CodecUse(key.direction, codec)
+
+    def _sample(
+        self, codec: str, key: FrameKey, tensor: Tensor, payload: Payload, state: State, message: Message
+    ) -> None:
+        start_s = self._clock()
+        data = memoryview(b"".join(payload))
+        decoded, _ = get_codec(codec).decode(data, tensor_spec(tensor), tensor.device, state, message)
+        seconds = self._clock() - start_s
+        x, y = tensor.detach().flatten().to(torch.float64), decoded.flatten().to(torch.float64)
+        energy = float(x @ x)
+        error, gain = (float((x - y) @ (x - y)) / energy, float(x @ y) / energy) if energy > 0 else (0.0, 1.0)
+        use = self._use(codec, key)
+        self._uses[use.direction, codec] = replace(
+            use, decode_s=use.decode_s + seconds, sampled_bytes=use.sampled_bytes + tensor_spec(tensor).packed.nbytes,
+            samples=use.samples + 1, error=use.error + error, gain=use.gain + gain,
+        )  # fmt: skip
+
+
+class Decoder:
+    """What one stage receives. Not safe for two threads at once."""
+
+    def __init__(self, device: torch.device, *, seed: int, rows: Rows | None = None) -> None:
+        self.states = States("in")
+        self._device, self._seed, self._rows = device, seed, rows or _unknown
+
+    def decode(self, frame: Frame) -> Tensor | None:
+        """The tensor of a frame, None if it is absent. Raises `RemoteProtocolError` for a payload of no sense."""
+        if frame.absent:
+            return None
+        payload: Any = frame.payload[0] if frame.payload else memoryview(b"")
+        if frame.codec == "identity":
+            return from_raw(payload, frame.spec, self._device)
+        state = self.states.get(frame.codec, frame.key, frame.spec)
+        message = _message(self._seed, frame.key, self._rows)
+        tensor, state = get_codec(frame.codec).decode(payload, frame.spec, self._device, state, message)
+        self.states.set(frame.codec, frame.key, state)
+        return tensor
+
+
+def raw_frame(key: FrameKey, tensor: Tensor) -> Frame:
+    """The frame of a tensor as it is."""
+    return Frame(key, "identity", tensor_spec(tensor), list(raw(tensor)))
+
+
+def absent(key: FrameKey) -> Frame:
+    """The frame that says that there is no tensor."""
+    return Frame(key, "identity", TensorSpec((), "float32"), [], absent=True)
+
+
+def _message(seed: int, key: FrameKey, rows: Rows) -> Message:
+    return Message(message_key(seed, key), rows(key.step, key.microbatch))
+
+
+def _unknown(step: int, microbatch: int) -> tuple[int, ...]:
+    return ()

@@ -1,0 +1,83 @@
+"""Measures the links between peers before there is anything to send over them. I/O.
+
+Everybody sends a few test frames to everybody, one link after the other and each peer in another order, and the
+receivers time them. A fast link gets a longer frame, since a short one says little about it.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import torch
+
+from .base import Frame, FrameKey, LinkUse, TensorSpec
+from .codecs.identity import raw
+from .errors import PeerLost, RemoteProtocolError
+from .transports.base import Transport
+
+SHORT_BYTES, LONG_BYTES = 64 << 10, 512 << 10
+
+_FAST_S = 0.02
+"""A short frame that left within this much is followed by a long one."""
+
+_LIMIT_S = 15.0
+
+_VALUE = "survey"
+_END = 2
+"""The number of the last frame from each peer; it is empty."""
+
+
+class Survey:
+    """One peer's part. `run` gives what it saw of the links to it."""
+
+    def __init__(self, transport: Transport, epoch: int, roster: Mapping[str, str]) -> None:
+        self._transport, self.epoch, self._roster = transport, epoch, roster
+        self._others = sorted(name for name in roster if name != transport.name)
+        self._awaited = set(self._others)
+        self._done = asyncio.Event()
+
+    async def run(self) -> tuple[LinkUse, ...]:
+        self._transport.used()
+        self._transport.set_roster(self.epoch, self._roster, self._check)
+        at = sum(name < self._transport.name for name in self._others)
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                for name in self._others[at:] + self._others[:at]:
+                    await self._test(name)
+                if self._awaited:
+                    await self._done.wait()
+        except TimeoutError:
+            pass  # what came so far has to do
+        return tuple(use for use in self._transport.used() if use.src in self._roster)
+
+    def on_frame(self, src: str, frame: Frame) -> None:
+        if frame.key.microbatch == _END:
+            self._awaited.discard(src)
+            if not self._awaited:
+                self._done.set()
+
+    def on_lost(self, name: str) -> None:
+        self._awaited.discard(name)
+        if not self._awaited:
+            self._done.set()
+
+    async def _test(self, name: str) -> None:
+        try:
+            start_s = time.monotonic()
+            await self._send(name, 0, SHORT_BYTES)
+            if time.monotonic() - start_s < _FAST_S:
+                await self._send(name, 1, LONG_BYTES)
+            await self._send(name, _END, 0)
+        except PeerLost:
+            self.on_lost(name)
+
+    async def _send(self, name: str, number: int, nbytes: int) -> None:
+        noise = torch.randint(256, (nbytes,), dtype=torch.uint8)  # nothing on the way can shorten it
+        key = FrameKey(self.epoch, 0, number, _VALUE, "M")
+        await self._transport.send(name, Frame(key, "identity", TensorSpec((nbytes,), "uint8"), list(raw(noise))))
+
+    def _check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
+        sizes = {0: SHORT_BYTES, 1: LONG_BYTES, _END: 0}
+        right = key.epoch == self.epoch and (key.value, key.direction, codec) == (_VALUE, "M", "identity")
+        if not right or nbytes != sizes.get(key.microbatch) or spec != TensorSpec((nbytes,), "uint8"):
+            raise RemoteProtocolError(f"{src} sends something else where a test frame belongs")
