@@ -23,6 +23,12 @@ _MANTISSAS = np.array(EIGHTHS, np.float32).view(np.int32) & 0x7FFFFF
 
 
 @_compiled
+def upper_halves(bits, halves):
+    for i in range(len(bits)):
+        halves[i] = int16((bits[i] + int32(0x7FFF) + ((bits[i] >> int32(16)) & int32(1))) >> int32(16))
+
+
+@_compiled
 def encode_rows(x, up, width, scales, codes):
     up = float32(up)
     for r in range(len(scales)):

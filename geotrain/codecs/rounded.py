@@ -34,12 +34,18 @@ class Bf16(Lossy):
         self, x: torch.Tensor, peak: float, spec: TensorSpec, state: State, message: Message
     ) -> tuple[Sequence[torch.Tensor | bytes], State]:
         most = torch.finfo(torch.bfloat16).max
-        return [(x.clamp(-most, most) if peak > most else x).to(torch.bfloat16)], state
+        bits = (x.clamp(-most, most) if peak > most else x).view(torch.int32)
+        if native := kernels(x.device):
+            halves = torch.empty(x.numel(), dtype=torch.int16)
+            native.upper_halves(bits.numpy(), halves.numpy())
+        else:  # not `to`: some machines take denormal numbers for zeros there
+            halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16)
+        return [halves], state
 
     def read(
         self, body: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message
     ) -> tuple[torch.Tensor, State]:
-        return as_bytes(body, device).clone().view(torch.bfloat16).float(), state
+        return widened(as_bytes(body, device).clone().view(torch.int16)), state
 
     def coded_bytes(self, spec: TensorSpec) -> int:
         return 2 * spec.packed.numel
@@ -92,6 +98,11 @@ def exponent_of(peak: float) -> int:
     return min(max(math.frexp(peak)[1] - 1, -126), 127)
 
 
+def widened(bits: torch.Tensor) -> torch.Tensor:
+    """int16, bfloat16 bits -> float32."""
+    return (bits.to(torch.int32) << 16).view(torch.float32)
+
+
 _LEAST = 2.0**-100
 
 
@@ -102,7 +113,7 @@ def _width(spec: TensorSpec) -> int:
 
 def _steps(scales: torch.Tensor) -> torch.Tensor:
     """bfloat16 bits as int16 -> float32 value of one code."""
-    return (scales.to(torch.int32) << 16).view(torch.float32) / 127.0
+    return widened(scales) / 127.0
 
 
 BF16, INT8 = Bf16(), Int8()

@@ -1,0 +1,283 @@
+"""Every registered codec: what it promises holds for any tensor and any bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geotrain.base import ITEM_BYTES, TensorSpec
+from geotrain.codecs import CODECS, Codec, Message, State, fast, get_codec
+from geotrain.codecs.identity import pack
+from geotrain.codecs.lossy import FLOATS
+from geotrain.errors import PlanError, RemoteProtocolError
+from geotrain.graph.ops import to_dtype
+from geotrain.graph.serial import tensor_spec
+from tests import reference_codecs
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
+CPU = torch.device("cpu")
+KEYS = st.integers(0, 2**64 - 1)
+
+every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+OURS = [c for c in CODECS.values() if c.name in ("bf16", "int8") or c.name.startswith("hd")]
+each_of_ours = pytest.mark.parametrize("codec", OURS, ids=lambda c: c.name)
+
+
+def encode(codec: Codec, x: torch.Tensor, key: int = 1, state: State | None = None) -> tuple[bytes, State]:
+    spec = tensor_spec(x)
+    payload, after = codec.encode(x, codec.init(spec) if state is None else state, message(x, key))
+    return b"".join(bytes(part) for part in payload), after
+
+
+def decode(codec: Codec, data: bytes, x: torch.Tensor, key: int = 1, state: State | None = None) -> torch.Tensor:
+    spec = tensor_spec(x)
+    state = codec.init(spec) if state is None else state
+    return codec.decode(memoryview(bytearray(data)), spec, CPU, state, message(x, key))[0]
+
+
+def message(x: torch.Tensor, key: int) -> Message:
+    return Message(key, tuple(range(x.shape[0])) if x.dim() else ())
+
+
+def there_and_back(codec: Codec, x: torch.Tensor, key: int = 1) -> torch.Tensor:
+    return decode(codec, encode(codec, x, key)[0], x, key)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: tuple[str, ...] = FLOATS) -> torch.Tensor:
+    """Finite, of any shape, dtype, layout and scale; with outliers, zero rows, denormals."""
+    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 16, 33, 64, 70, 130]), max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    x = torch.randn(shape, generator=generator, dtype=torch.float32)
+    kind = draw(st.sampled_from(["noise", "outliers", "sparse", "zero", "constant", "ragged"]))
+    if kind == "outliers":
+        x = x * torch.where(torch.rand(shape, generator=generator) < 0.05, 1e4, 1.0)
+    elif kind == "sparse":
+        x = x * (torch.rand(shape, generator=generator) < 0.1)
+    elif kind == "zero":
+        x = x * 0
+    elif kind == "constant":
+        x = torch.full_like(x, 0.7)
+    elif kind == "ragged" and x.dim():
+        x = x * 10.0 ** torch.randint(-12, 1, (shape[0], *[1] * (len(shape) - 1)), generator=generator)
+    dtype = to_dtype(draw(st.sampled_from(dtypes)))
+    most = torch.finfo(dtype).max
+    x = (x * draw(st.sampled_from([1.0, 1e-6, 1e-20, 1e-41, 1e30, 1e38]))).clamp(-most, most).to(dtype)
+    layout = draw(st.sampled_from(["contiguous", "transposed", "sliced", "expanded"]))
+    if layout == "transposed" and x.dim() > 1:
+        x = x.transpose(0, -1)
+    elif layout == "sliced" and x.dim() and x.shape[-1] > 2:
+        x = x[..., 1:]
+    elif layout == "expanded":
+        x = x.unsqueeze(0).expand(3, *x.shape)
+    return x
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "_native", lambda: None)
+
+
+@every_codec
+@given(x=tensors(), key=KEYS)
+@settings(max_examples=40, deadline=None)
+def test_any_tensor_comes_back_finite_and_in_its_layout(codec: Codec, x: torch.Tensor, key: int) -> None:
+    before = x.clone()
+    spec = tensor_spec(x)
+    data, _ = encode(codec, x, key)
+    again, _ = encode(codec, x, key)
+    y = decode(codec, data, x, key)
+    assert data == again and torch.equal(x, before)
+    assert codec.accepts(spec, len(data))
+    assert (y.shape, y.dtype) == (x.shape, x.dtype) and tensor_spec(y) == spec
+    assert torch.isfinite(y).all()
+    if codec.lossless:
+        assert torch.equal(x, y)
+    assert len(data) <= spec.packed.nbytes + 1
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [d for d in ITEM_BYTES if not d.startswith("float8")])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 70)])
+def test_all_dtypes_and_shapes_travel(codec: Codec, dtype: str, shape: tuple[int, ...]) -> None:
+    x = (torch.arange(int(np.prod(shape))).reshape(shape) % 50).to(to_dtype(dtype))
+    data, _ = encode(codec, x)
+    y = decode(codec, data, x)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    if dtype not in FLOATS:
+        assert torch.equal(x, y)
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_finite_travels_as_it_is(codec: Codec, bad: float, dtype: str) -> None:
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).to(to_dtype(dtype))
+    x[1, 5] = bad
+    data, after = encode(codec, x)
+    y = decode(codec, data, x)
+    assert torch.equal(pack(x).view(torch.uint8), pack(y).view(torch.uint8))
+    assert_same_state(after, codec.init(tensor_spec(x)))
+    assert codec.accepts(tensor_spec(x), len(data))
+
+
+@every_codec
+@given(
+    data=st.binary(max_size=300), numel=st.sampled_from([0, 1, 60, 64, 150]), head=st.sampled_from([b"", b"\0", b"\1"])
+)
+@settings(max_examples=60, deadline=None)
+def test_any_bytes_are_a_result_or_the_senders_fault(codec: Codec, data: bytes, numel: int, head: bytes) -> None:
+    spec = TensorSpec((numel,), "float32")
+    for payload in (head + data, (head + data).ljust(codec.size_bytes(spec), b"\xa5")[: codec.size_bytes(spec)]):
+        try:
+            y, _ = codec.decode(memoryview(bytearray(payload)), spec, CPU, codec.init(spec), Message(3))
+        except RemoteProtocolError:
+            continue
+        assert y.shape == (numel,) and y.dtype == torch.float32
+        if not codec.lossless and payload[0] == 0:
+            assert torch.isfinite(y).all()
+
+
+@every_codec
+def test_damaged_payloads_are_a_result_or_the_senders_fault(codec: Codec) -> None:
+    x = torch.randn(9, 70, generator=torch.Generator().manual_seed(0))
+    data, _ = encode(codec, x)
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        damaged = bytearray(data)
+        for at in generator.integers(0, len(data), 3):
+            damaged[at] = generator.integers(256)
+        try:
+            y = decode(codec, bytes(damaged[: generator.integers(1, len(data) + 1)]), x)
+        except RemoteProtocolError:
+            continue
+        assert y.shape == x.shape
+
+
+@every_codec
+def test_a_saved_state_goes_on_with_the_same_bytes(codec: Codec) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spec = TensorSpec((4, 192), "float32")
+    sender, receiver = codec.init(spec), codec.init(spec)
+    for key in range(4):
+        x = torch.randn(4, 192, generator=generator)
+        copies = [{n: t.clone() for n, t in state.items()} for state in (sender, receiver)]
+        (data, after), (same, _) = encode(codec, x, key, sender), encode(codec, x, key, copies[0])
+        assert data == same
+        wire = memoryview(bytearray(data))
+        y, read = codec.decode(wire, spec, CPU, receiver, message(x, key))
+        z, _ = codec.decode(wire, spec, CPU, copies[1], message(x, key))
+        assert torch.equal(y, z)
+        sender, receiver = after, read
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS.values() if c.unbiased and not c.lossless], ids=lambda c: c.name)
+def test_the_mean_over_keys_is_the_input(codec: Codec) -> None:
+    """A z-test for each element, and one for all."""
+    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [30.0], [0.01], [1.0]])
+    x[3] = 0.0
+    x[3, 7] = 1.0
+    keys = 600
+    errors = torch.stack([there_and_back(codec, x, 977 * key) - x for key in range(keys)]).double()
+    z = errors.mean(0) / (errors.std(0) + 1e-12) * keys**0.5
+    assert z.abs().max() < 5.0  # of 384 normal numbers; 5 has a chance of 2e-4
+    assert z.mean().abs() * z.numel() ** 0.5 < 8.0  # elements of one block are not independent
+    assert 0.5 < z.var() < 1.6
+
+
+@pytest.mark.parametrize(
+    ("name", "typical", "most"),
+    [
+        ("hd8", 4e-5, 0.0012), ("hd6", 6.6e-4, 0.02), ("hd4", 0.0117, 0.34), ("hd3", 0.038, 2), ("hd2", 0.12, 2),
+        ("hd1", 0.37, 2), ("hd8u", 4e-5, 0.0012), ("hd6u", 6.6e-4, 0.02), ("hd4u", 0.0117, 0.34), ("hd3u", 0.053, 1.6),
+        ("hd2u", 0.29, 8.5), ("hd1u", 2.6, 77), ("bf16", 2.9e-6, 2.0**-16),
+    ],
+)  # fmt: skip
+def test_error_of_a_block(name: str, typical: float, most: float) -> None:
+    """The relative squared error: typically (of Gaussian noise), and at most, of any 64 elements."""
+    codec = get_codec(name)
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    assert 0.9 * typical < ((there_and_back(codec, x) - x).square().sum() / x.square().sum()).item() < typical
+
+    @given(tensors(("float32",)), KEYS)
+    @settings(max_examples=25, deadline=None)
+    def check(x: torch.Tensor, key: int) -> None:
+        if x.numel() == 0:
+            return
+        flat, back = pack(x).double(), pack(there_and_back(codec, x, key)).double()
+        fill = -len(flat) % 64
+        blocks, errors = (torch.nn.functional.pad(t, (0, fill)).view(-1, 64) for t in (flat, back - flat))
+        lost = max(flat.abs().max() * 2**-20, 2.0**-149)
+        assert (errors.square().sum(1) <= 1.001 * most * blocks.square().sum(1) + 64 * lost**2).all()
+
+    check()
+
+
+@given(tensors(("float32",)), KEYS)
+@settings(max_examples=40, deadline=None)
+def test_error_of_int8(x: torch.Tensor, key: int) -> None:
+    if x.numel() == 0:
+        return
+    flat, back = pack(x).double(), pack(there_and_back(get_codec("int8"), x, key)).double()
+    width = tensor_spec(x).packed.shape[-1] if x.dim() else 1
+    width = width if width >= 32 else 64
+    rows, errors = (torch.nn.functional.pad(t, (0, -len(flat) % width)).view(-1, width) for t in (flat, back - flat))
+    lost = max(flat.abs().max() * 2**-100, 2.0**-149)
+    assert (errors.abs() <= rows.abs().amax(1, keepdim=True) / 252 + lost).all()
+
+
+@each_of_ours
+@given(x=tensors(), key=KEYS)
+@settings(max_examples=30, deadline=None)
+def test_native_kernels_and_torch_write_and_read_the_same(codec: Codec, x: torch.Tensor, key: int) -> None:
+    data, y = encode(codec, x, key)[0], there_and_back(codec, x, key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "_native", lambda: None)
+        assert encode(codec, x, key)[0] == data
+        assert torch.equal(decode(codec, data, x, key), y)
+
+
+def golden_tensor() -> torch.Tensor:
+    """(21, 72): made of integers, so that any machine makes the same."""
+    n = torch.arange(21 * 72, dtype=torch.int64)
+    noise = ((n * 2654435761) % 4093 - 2046).float() / 512
+    x = (noise * (1 + (n % 72 == 5) * 40)).view(21, 72)
+    x[4] *= 2.0**-20
+    x[7] = 0
+    return x
+
+
+@each_of_ours
+def test_golden_payloads(codec: Codec, update_golden: bool) -> None:
+    """The layout may not change by accident: peers of two versions would read nonsense."""
+    x, path = golden_tensor(), GOLDEN / f"{codec.name}.hex"
+    data = encode(codec, x, 0x0123456789ABCDEF)[0]
+    if update_golden:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(data.hex()[i : i + 120] for i in range(0, 2 * len(data), 120)) + "\n")
+    assert bytes.fromhex(path.read_text()) == data
+
+
+@each_of_ours
+@pytest.mark.parametrize("native", [True, False])
+def test_the_numpy_decoder_reads_the_golden_payloads(
+    codec: Codec, native: bool, request: pytest.FixtureRequest
+) -> None:
+    if not native:
+        request.getfixturevalue("without_native")
+    x, key = golden_tensor(), 0x0123456789ABCDEF
+    data = bytes.fromhex((GOLDEN / f"{codec.name}.hex").read_text())
+    expected = reference_codecs.decode(codec.name, data, tuple(x.shape), "float32", key)
+    assert np.array_equal(decode(codec, data, x, key).numpy().reshape(-1), expected)
+
+
+def test_an_unknown_codec_is_told() -> None:
+    with pytest.raises(PlanError, match="no codec is called 'gzip'"):
+        get_codec("gzip")
+
+
+def assert_same_state(a: State, b: State) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
