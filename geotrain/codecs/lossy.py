@@ -73,7 +73,8 @@ class Lossy(ABC):
     ) -> tuple[torch.Tensor, State]:
         if payload.nbytes and payload[0] == RAW:
             return from_raw(memoryview(bytearray(payload[1:])), spec, device), state  # copied: elements are aligned
-        if not self.accepts(spec, payload.nbytes) or payload[0] != CODED or spec.dtype not in FLOATS:
+        coded = payload.nbytes and payload[0] == CODED and payload.nbytes <= spec.packed.nbytes
+        if not coded or not self.accepts(spec, payload.nbytes) or spec.dtype not in FLOATS:
             raise RemoteProtocolError(f"{payload.nbytes} bytes came that are no tensor written by {self.name}")
         x, state = self.read(payload[1:], spec, device, state, message)
         most = torch.finfo(to_dtype(spec.dtype)).max

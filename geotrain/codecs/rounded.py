@@ -7,8 +7,8 @@ int8: elements are taken times 2**-exponent, so that the largest lies in [1, 2):
 1e-9, nothing overflows. A row's scale is its largest magnitude as bfloat16, rounded up, 0 below 2**-100; a code is
 element * 127 / scale, rounded to nearest even. Rows are those of `row_width`, or of 64 elements where those are short.
 
-|error| of an element is at most 2**-8 of it (bf16), or 1/253 of the largest in its row and 2**-100 of the largest in
-the message (int8).
+|error| of an element is at most 2**-9 of it, or 2**-134 (bf16); 1/252 of the largest in its row, and 2**-100 of the
+largest in the message (int8).
 """
 
 import math
