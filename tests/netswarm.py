@@ -109,12 +109,16 @@ def evaluated(step: int) -> Callable[[Event], bool]:
     return lambda event: event["event"] == "Evaluated" and event["step"] >= step
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that imports our modules, with one thread."""
+    return {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
 def _geotrain(wan: Wan, home: int | None, words: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         return wan.popen(
             home, [sys.executable, "-u", "-m", "geotrain", *words],
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment(),
         )  # fmt: skip
 
 
