@@ -113,6 +113,16 @@ def boundary_bytes(graph: OpGraph) -> list[Cut]:
     return cuts
 
 
+def allowed_cuts(graph: OpGraph, cuts: Sequence[Cut]) -> list[Cut]:
+    """Those that leave all ops touching one buffer that the forward pass changes in one stage."""
+    spans: dict[str, tuple[int, int]] = {}
+    for i, op in enumerate(graph.ops):
+        for name in op_refs(op):
+            if name in graph.buffers and graph.buffers[name].mutated:
+                spans[name] = (spans.get(name, (i, i))[0], i)
+    return [cut for cut in cuts if not any(first < cut.op_index <= last for first, last in spans.values())]
+
+
 def recomputed(graph: OpGraph) -> frozenset[str]:
     """Results that each stage that reads them computes for itself: they belong to no place in the graph."""
     return _Facts(graph).recomputed

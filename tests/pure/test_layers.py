@@ -15,7 +15,7 @@ LAYERS = [
     "graph.ir", "graph.ops", "graph.serial", "graph.interpret", "graph.fake", "graph.functional", "graph.eager",
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "codecs.base",
     "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native", "codecs.fast",
-    "codecs.rounded", "codecs.hadamard", "codecs", "coding", "opcost", "cost", "schedule", "planner.memory", "planner.search",
+    "codecs.rounded", "codecs.hadamard", "codecs", "coding", "opcost", "cost", "blocks", "schedule", "planner.memory", "planner.search",
     "planner.proportional", "planner.check", "planner", "optim", "topology", "manifest", "wire",
     "meter", "admission", "protocol", "layout", "scheduler", "identity", "events", "runstate", "control", "words",
     "plots", "facts", "stage",
