@@ -100,7 +100,9 @@ class StageWorker:
         self._actions = tuple(actions)
         self._epoch, self._device, self._send, self._duty, self._clock = epoch, device, send, duty, clock
         self._mailbox = Mailbox()
-        self._runner = StageRunner(stage, seed=seed, num_microbatches=train.microbatches, device=device)
+        self._runner = StageRunner(
+            stage, seed=seed, num_microbatches=train.microbatches, device=device, recompute=recompute
+        )
         for name, tensor in tensors.items():
             self._runner.load(name, tensor)
         self._parameters = self._runner.parameters

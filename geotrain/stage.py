@@ -4,9 +4,14 @@ it computes.
 Remote autodiff: a received value enters autograd through a node of its own. Backward starts from the loss and from
 the values whose gradients other stages sent. Autograd adds those first and then this stage's own contributions in
 reverse op order, which is the order of one process that runs the whole graph: sums are equal to the last bit.
+
+With `recompute` a microbatch keeps what it received, and buffers as they were before it, and runs forward again for
+its backward (activation checkpointing, Chen et al. 2016, arXiv:1604.06174). Both runs are under autograd, since
+kernels may be chosen by whether gradients are wanted: the same calls and the same seeds give the same bits.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +49,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Live:
-    """A microbatch between its forward and its backward."""
+    """A microbatch that autograd can take backward."""
 
     __slots__ = ("loss", "roots", "slots")
 
@@ -54,20 +59,33 @@ class _Live:
         self.loss: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A microbatch whose forward will run again. `buffers` are those that the forward changes, as they were."""
+
+    key: RandomKey
+    received: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
 class StageRunner:
     """A stage's tensors and programs.
 
     `tensors` holds parameters, buffers and constants by name, on `device`; parameters are leaves, and gradients
-    accumulate in their `.grad`. `num_microbatches` scales the loss: gradients are those of the mean.
+    accumulate in their `.grad`. `num_microbatches` scales the loss: gradients are those of the mean. `recompute`
+    trades a second forward for the memory of live microbatches.
     """
 
-    def __init__(self, graph: StageGraph, *, seed: int, num_microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self, graph: StageGraph, *, seed: int, num_microbatches: int, device: torch.device, recompute: bool = False
+    ) -> None:
         self.graph = graph
         self.tensors: dict[str, torch.Tensor] = {}
         self._seed = seed
         self._num_microbatches = num_microbatches
         self._device = device
-        self._live: dict[int, _Live] = {}
+        self._recompute = recompute
+        self._live: dict[int, _Live | _Kept] = {}
         self._anchor = torch.ones((), requires_grad=True)
         keep = {s.value for s in graph.sends} | set(graph.outputs.values()) | {r.value for r in graph.receives}
         self._keep = keep | ({graph.loss} if graph.loss is not None else set())
@@ -98,23 +116,26 @@ class StageRunner:
         Returns:
             The values to send, by name, and the loss (a scalar, detached) if it is made here.
         """
-        live, env = _Live(), dict(self.tensors)
-        env.update(received)
+        key, buffers = RandomKey(self._seed, step, microbatch), dict[str, torch.Tensor]()
+        if self._recompute:
+            buffers = {n: self.tensors[n].clone() for n, b in self.graph.buffers.items() if b.mutated}
+        live, values = self._run(key, received, {})
+        self._live[microbatch] = _Kept(key, dict(received), buffers) if self._recompute else live
+        return values, None if live.loss is None else live.loss.detach()
+
+    def _run(
+        self, key: RandomKey, received: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[_Live, dict[str, torch.Tensor]]:
+        """The forward pass under autograd; `buffers` are used, and changed, instead of the stage's own."""
+        live, env = _Live(), {**self.tensors, **buffers, **received}
         for receive in self.graph.receives:
             if receive.grad:
                 slot = live.slots[receive.value] = _Slot(received[receive.value].detach())
                 env[receive.value] = _Enter.apply(self._anchor, slot)
-        self._program.run(env, RandomKey(self._seed, step, microbatch))
-        for name in self.graph.grads_from:
-            if env[name].requires_grad:
-                live.roots[name] = env[name]
-        values = {s.value: env[s.value].detach() for s in self.graph.sends if not s.once}
-        loss = None
-        if self.graph.loss is not None:
-            live.loss = env[self.graph.loss]
-            loss = live.loss.detach()
-        self._live[microbatch] = live
-        return values, loss
+        self._program.run(env, key)
+        live.roots = {name: env[name] for name in self.graph.grads_from if env[name].requires_grad}
+        live.loss = None if self.graph.loss is None else env[self.graph.loss]
+        return live, {s.value: env[s.value].detach() for s in self.graph.sends if not s.once}
 
     def backward(self, microbatch: int, grads: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Adds one microbatch's gradients to the parameters'.
@@ -126,6 +147,8 @@ class StageRunner:
             By the name of each received value that needs one, the gradient to pass on, or None where none flows.
         """
         live = self._live.pop(microbatch)
+        if isinstance(live, _Kept):
+            live, _ = self._run(live.key, live.received, live.buffers)
         roots: list[torch.Tensor] = []
         root_grads: list[torch.Tensor] = []
         for name, grad in grads.items():

@@ -1,6 +1,6 @@
 """A pipeline in one process: stages pass tensors through the identity codec, as bytes, in one fixed order."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -24,7 +24,8 @@ def across(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Pipeline:
-    """All stages of a cut graph, loaded with a module's tensors (copied)."""
+    """All stages of a cut graph, loaded with a module's tensors (copied). `recompute`: the stages that run forward
+    again for backward, by index."""
 
     def __init__(
         self,
@@ -32,12 +33,15 @@ class Pipeline:
         state: dict[str, torch.Tensor],
         seed: int = 0,
         microbatches: int = 1,
+        recompute: Collection[int] = (),
     ):
         self.runners: list[StageRunner] = []
         for stage in stages:
             again = from_bytes(to_bytes(stage))
             assert again == stage and isinstance(again, StageGraph)
-            runner = StageRunner(again, seed=seed, num_microbatches=microbatches, device=CPU)
+            runner = StageRunner(
+                again, seed=seed, num_microbatches=microbatches, device=CPU, recompute=stage.index in recompute
+            )
             for name in (*stage.parameters, *stage.buffers):
                 runner.load(name, state[name].detach().clone())
             self.runners.append(runner)
