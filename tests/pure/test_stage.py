@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from geotrain.graph import capture, cut
-from tests.pipeline import CPU, Pipeline
+from tests.pipeline import Pipeline
 
 
 class Saved:
@@ -57,7 +57,7 @@ class Counting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes.add_(1)
-        return (self.linear(x) * self.passes).square().mean()
+        return self.linear(x * self.passes).square().mean()
 
 
 def test_buffers_count_each_microbatch_once() -> None:
