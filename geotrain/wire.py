@@ -78,10 +78,10 @@ def encode(frame: Frame, run: str) -> list[Buffer]:
     return [head, *payload, _CHECKSUM.pack(digest.intdigest())]
 
 
-def pieces(buffers: Sequence[Buffer], most: int) -> Iterator[bytes]:
-    """A frame's buffers cut and joined to messages of nearly equal size, `most` bytes at most. Each byte is copied
-    once. The header of a long frame goes ahead: between it and the end the receiver sees how fast the link is."""
-    if len(buffers) > 2 and sum(map(len, buffers)) >= TIMED_BYTES:
+def pieces(buffers: Sequence[Buffer], most: int, *, header_ahead: bool = False) -> Iterator[bytes]:
+    """Frames' buffers cut and joined to messages of nearly equal size, `most` bytes at most. Each byte is copied once.
+    `header_ahead`: the first buffer goes ahead: between it and the end the receiver sees how fast the link is."""
+    if header_ahead:
         yield bytes(buffers[0])
         buffers = buffers[1:]
     total = sum(map(len, buffers))

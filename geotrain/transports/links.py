@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
 
@@ -28,6 +28,9 @@ from .shaping import Shaper, Write
 
 CHUNK_BYTES = 1 << 20
 """No message is larger: gRPC's best rate at little memory."""
+
+_JOINED_BYTES = 64 << 10
+"""Short frames that wait together leave in messages of up to so many bytes: a message costs as much as 50 KB do."""
 
 HELLO_S = 20.0
 """A stream that has not said hello by then is dropped; a peer that cannot be reached for so long is lost."""
@@ -52,6 +55,17 @@ class Stream(Protocol):
         ...
 
 
+class _Waiting(NamedTuple):
+    """A frame that is to leave, and who waits for that."""
+
+    frame: Frame
+    future: asyncio.Future[None]
+
+    @property
+    def long(self) -> bool:
+        return self.frame.nbytes >= wire.TIMED_BYTES
+
+
 class _Link:
     """One peer in one epoch: the frames that wait to leave, and why it ended, if it has."""
 
@@ -62,15 +76,26 @@ class _Link:
         self.ended: str | None = None
         self.over = asyncio.Event()
         self.more = asyncio.Event()
-        self.waiting: deque[tuple[Frame, asyncio.Future[None]]] = deque()
-        self.leaving: asyncio.Future[None] | None = None
+        self.waiting: deque[_Waiting] = deque()
+        self.leaving: list[_Waiting] = []
+
+    def next(self) -> "list[_Waiting]":
+        """The frame that has waited longest and, if it is short, short ones behind it that go into one message."""
+        self.leaving = [self.waiting.popleft()]
+        nbytes = self.leaving[0].frame.nbytes
+        while self.waiting and not self.leaving[0].long and not self.waiting[0].long:
+            nbytes += self.waiting[0].frame.nbytes
+            if nbytes > _JOINED_BYTES:
+                break
+            self.leaving.append(self.waiting.popleft())
+        return self.leaving
 
     def end(self, reason: str) -> None:
         self.ended = reason
         self.over.set()
-        for future in (self.leaving, *(future for _, future in self.waiting)):
-            if future is not None and not future.done():
-                future.set_exception(PeerLost(reason))
+        for waiting in (*self.leaving, *self.waiting):
+            if not waiting.future.done():
+                waiting.future.set_exception(PeerLost(reason))
         self.waiting.clear()
 
 
@@ -120,7 +145,7 @@ class StreamTransport:
         if link.ended is not None:
             raise PeerLost(link.ended)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        link.waiting.append((frame, future))
+        link.waiting.append(_Waiting(frame, future))
         link.more.set()
         await future
 
@@ -271,24 +296,23 @@ class StreamTransport:
                 await link.more.wait()
                 if idle is not None:
                     idle()
-            frame, link.leaving = link.waiting.popleft()
-            if not link.leaving.done():
-                await self._send_one(link, frame, link.leaving, write, size)
+            leaving = [waiting for waiting in link.next() if not waiting.future.done()]
+            buffers = self._encoded(leaving)
+            for piece in wire.pieces(buffers, size, header_ahead=bool(buffers) and leaving[0].long):
+                await write(piece)
+            for waiting in leaving:  # once begun, a frame is sent to its end, whether or not somebody still waits
+                if not waiting.future.done():
+                    waiting.future.set_result(None)
 
-    async def _send_one(
-        self, link: _Link, frame: Frame, future: asyncio.Future[None], write: Write, size: int
-    ) -> None:
-        """Once begun, a frame is sent to its end, whether or not somebody still waits for it."""
-        frame.sent_s = time.monotonic()
-        try:
-            buffers = wire.encode(frame, self._run)
-        except ValueError as error:
-            future.set_exception(error)
-            return
-        for piece in wire.pieces(buffers, size):
-            await write(piece)
-        if not future.done():
-            future.set_result(None)
+    def _encoded(self, leaving: list[_Waiting]) -> list[wire.Buffer]:
+        buffers: list[wire.Buffer] = []
+        for frame, future in leaving:
+            frame.sent_s = time.monotonic()
+            try:
+                buffers += wire.encode(frame, self._run)
+            except ValueError as error:
+                future.set_exception(error)
+        return buffers
 
     def _lose(self, link: _Link, reason: str) -> None:
         if link.ended is None:
