@@ -10,7 +10,7 @@ PACKAGE = ROOT / "geotrain"
 
 LAYERS = [
     # words
-    "errors", "base", "tables", "config",
+    "errors", "words", "base", "tables", "config",
     # pure
     "graph.ir", "graph.ops", "graph.serial", "graph.interpret", "graph.fake", "graph.functional", "graph.eager",
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "codecs.base",
@@ -18,10 +18,10 @@ LAYERS = [
     "codecs.rounded", "codecs.hadamard", "codecs", "coding", "opcost", "cost", "blocks", "schedule",
     "flows", "simulator", "planner.memory", "planner.search",
     "planner.proportional", "planner.check", "planner", "optim", "topology", "manifest", "wire",
-    "meter", "admission", "protocol", "layout", "scheduler", "identity", "events", "runstate", "control", "words",
+    "meter", "admission", "protocol", "layout", "links", "replan", "scheduler", "identity", "events", "runstate", "control",
     "plots", "facts", "stage",
     # shell
-    "disk", "machine", "models", "corpus", "data", "executor", "ledger", "weights", "checkpoint", "transports.base",
+    "disk", "machine", "probe", "models", "corpus", "data", "executor", "ledger", "weights", "checkpoint", "transports.base",
     "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "survey", "loops",
     "channel", "inputs", "transfers", "runfolder", "results", "stagethread",
     # processes
