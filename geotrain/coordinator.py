@@ -203,6 +203,21 @@ class Coordinator:
         """End after the running step, which is saved. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._post, runstate.UserStop())
 
+    @property
+    def phase(self) -> runstate.Phase:
+        """What the run is doing."""
+        return self._state.phase
+
+    async def go_over(self, plan: Plan, reason: str) -> None:
+        """Change to another plan after the running step; `reason` is told. Nothing happens if the run has changed its
+        plan meanwhile. Raises `PlanError` if the peers cannot run it."""
+        epoch = self._state.epoch
+        peers = [member.peer for member in self._state.members.values()]
+        layout = await asyncio.to_thread(self._scheduler.lay_out, peers, epoch, plan)
+        if self._state.epoch == epoch and self._state.phase == "training":
+            self._proposed = layout
+            self._post(runstate.Switch(epoch, layout.plan, reason))
+
     async def _tick(self) -> None:
         last = time.monotonic()
         while True:

@@ -167,7 +167,8 @@ class StageThread:
                 tensors[name] = materialize(entry.init, entry.spec, name, prepare.seed, device)
                 if self._stopped.is_set():
                     raise Aborted
-        tensors |= self._take_over(fetched)
+        optimizer_state: dict[str, Tensor] = {}
+        tensors |= self._take_over(optimizer_state)
         self._transfer.result()
         entries = {**stage.parameters, **stage.buffers}
         for name in [name for name in fetched if name in entries]:
@@ -177,7 +178,7 @@ class StageThread:
             stage, tensors, self.train, actions, epoch=self.epoch, device=device, seed=prepare.seed,
             send=self._send, duty=self._machine.duty, recompute=prepare.recompute,
         )  # fmt: skip
-        self.worker.load(fetched)
+        self.worker.load({**fetched, **optimizer_state})
 
     def _take_over(self, optimizer_state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parameters and buffers that move here, on the device; their optimizer state goes into the argument."""

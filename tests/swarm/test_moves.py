@@ -1,0 +1,96 @@
+"""A plan changes while the run goes on: other cuts, other peers, other codecs; losses stay those of a plain loop."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from geotrain import config, events, planner
+from geotrain.base import Peer
+
+from . import swarm
+from .test_run import audit, of
+
+
+def plan_for(runner, speeds):
+    """A plan over these peers, in parts that follow their speeds."""
+    peers = [Peer(name, speed, 1 << 30) for name, speed in speeds.items()]
+    return planner.plan(runner.graph, peers, microbatches=swarm.MICROBATCHES, stages=len(peers))
+
+
+async def after(seen, steps):
+    await swarm.until(lambda: len(of(events.StepCommitted, seen)) >= steps)
+
+
+def moved(seen):
+    return [[stage.peer for stage in event.plan.stages] for event in of(events.Planned, seen)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_stages_move_and_the_run_stays_that_of_a_plain_loop(tmp_path, optimizer):
+    job = swarm.job(steps=12, peers=3, evaluate=config.EvaluateConfig(every=3))
+    train = job.train.model_copy(update={"optimizer": optimizer, "momentum": 0.9})
+    pipeline = config.PipelineConfig(peers=3, stages=2)
+    job = job.model_copy(update={"train": train, "pipeline": pipeline})
+    names = ["anna", "ben", "carl"]
+
+    async def change(runner, processes, seen):
+        await after(seen, 2)
+        first = of(events.Planned, seen)[0].plan
+        spare = next(name for name in names if name not in [stage.peer for stage in first.stages])
+        stays = first.stages[0].peer
+        await runner.go_over(plan_for(runner, {spare: 3e9, stays: 1e9}), "another pair")
+        await after(seen, 5)
+        await runner.go_over(plan_for(runner, dict.fromkeys(names, 1e9)), "all three")
+        await after(seen, 8)
+        await runner.go_over(plan_for(runner, {"ben": 1e9}), "ben alone")
+
+    result, seen, _ = swarm.train(tmp_path, job, names, during=change, seconds=0.05, keep_gradients=True)
+    gradients = swarm.assert_equal(result, job)
+    ours = result.gradients()
+    assert sorted(ours) == sorted(gradients)
+    plans = moved(seen)
+    assert len(plans) == 4 and sorted(plans[2]) == names and plans[3] == ["ben"]
+    assert [event.reason for event in of(events.Planned, seen)] == ["", "another pair", "all three", "ben alone"]
+    assert sorted(result.held_out) == [0, 3, 6, 9, 12]
+    counted, rollbacks = audit(tmp_path)
+    assert counted.ok and rollbacks == []  # no step was done twice
+
+
+def test_a_peer_killed_while_its_state_moves_costs_steps_and_nothing_else(tmp_path):
+    job = swarm.job(steps=10, peers=2, checkpoint=config.CheckpointConfig(every=2))
+
+    async def change(runner, processes, seen):
+        await after(seen, 5)
+        plan = of(events.Planned, seen)[0].plan
+        other = plan_for(runner, {stage.peer: 1e9 + i for i, stage in enumerate(reversed(plan.stages))})
+        await runner.go_over(other, "the other way round")
+        await swarm.until(lambda: runner.phase == "preparing" or len(of(events.Planned, seen)) > 1)
+        processes[1].kill()
+
+    result, seen, _ = swarm.train(tmp_path, job, during=change, seconds=0.02)
+    swarm.assert_equal(result, job)
+    assert [gone.name for gone in of(events.PeerGone, seen)] == ["ben"]
+    counted, rollbacks = audit(tmp_path)
+    assert counted.ok and len(rollbacks) <= 1
+
+
+def test_codecs_change_between_steps(tmp_path):
+    job = swarm.job(steps=8, peers=2)
+
+    async def change(runner, processes, seen):
+        for steps, codec in ((2, "int8"), (4, "bf16"), (6, "identity")):
+            await after(seen, steps)
+            plan = of(events.Planned, seen)[0].plan
+            stages = tuple(replace(s, codec_forward=codec, codec_backward=codec) for s in plan.stages)
+            await runner.go_over(replace(plan, stages=stages), f"{codec} is enough")
+        await asyncio.sleep(0)
+
+    result, seen, _ = swarm.train(tmp_path, job, during=change, seconds=0.05)
+    assert [event.plan.stages[0].codec_forward for event in of(events.Planned, seen)] == [
+        "identity", "int8", "bf16", "identity",
+    ]  # fmt: skip
+    assert {event.plan.epoch for event in of(events.Planned, seen)} == {2}  # nobody moved
+    losses, _, _ = swarm.plain_loop(job)
+    assert result.losses[:3] == losses[:3]
+    assert result.losses == pytest.approx(losses, rel=0.02)
