@@ -1,4 +1,4 @@
-"""geotrain as its users run it in a `Wan`: `geotrain coordinator` in the internet, `geotrain join` at homes. I/O."""
+"""geotrain as its users run it: a coordinator and peers, in the homes of a `Wan` or on loopback. I/O."""
 
 import json
 import os
@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .wan import Wan
 
 _ROOT = Path(__file__).parents[1]
 _PORT = 7643
 _POLL_S = 0.02
+_IMPORTED_S = 20.0
 
 Event = dict[str, Any]
 
@@ -29,7 +30,7 @@ class Seen(NamedTuple):
 
 
 def run(
-    wan: Wan,
+    wan: Wan | None,
     job: str,
     folder: Path,
     *,
@@ -37,15 +38,18 @@ def run(
     until: Callable[[Event], bool],
     timeout_s: float = 600.0,
     at_each: Callable[[Event], None] = lambda event: None,
-    join: Sequence[str] = (),
+    join: Literal["at once", "pasted", "imported"] = "at once",
 ) -> list[Seen]:
     """Runs a job until an event of its log is the last that was wanted; then everything is killed.
 
     Args:
-        job: TOML, whose run is called "run" and lives in the run folder that `[run] dir` is set to here.
-        peers: names, by home.
+        wan: the coordinator runs in its internet, each peer at the home of its number; None: loopback.
+        job: TOML without [run].
+        peers: names.
         at_each: is told each event, and may change the network.
-        join: further words for `geotrain join`.
+        join: when peers start. "at once": with the coordinator. "pasted": when the ticket is printed. "imported": with
+            the coordinator, and they get the ticket when all has surely been imported. An event "Ticket" tells when
+            they were given it.
 
     Raises `RuntimeError` with the last lines of what was printed, if a process ends or the time is up before.
     """  # fmt: skip
@@ -54,12 +58,23 @@ def run(
     path.write_text(f'[run]\nname = "run"\ndir = "{folder / "runs"}"\n{job}')
     start = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    try:
+
+    def start_peers() -> None:
         for home, name in enumerate(peers):
-            words = ["join", "-", "--name", name, "--threads", 1, "--device", "cpu", *join]
+            words = ["join", "-", "--name", name, "--threads", 1, "--device", "cpu"]
+            words += [] if wan is not None else ["--host", "127.0.0.1"]
             processes[name] = _geotrain(wan, home, words, folder / f"{name}.log")
-        words = ["coordinator", path, "--port", _PORT, "--advertise", f"{wan.ip(None)}:{_PORT}"]
+
+    def saw(event: Event) -> Seen:
+        return Seen(time.monotonic() - start, event, *(wan.bytes() if wan is not None else ([], [])))
+
+    try:
+        words = ["coordinator", path]
+        words += ["--host", "127.0.0.1", "--port", 0] if wan is None else [
+            "--port", _PORT, "--advertise", f"{wan.ip(None)}:{_PORT}"]  # fmt: skip
         processes["coordinator"] = _geotrain(wan, None, words, folder / "coordinator.log")
+        if join != "pasted":
+            start_peers()
 
         def wait(what: Callable[[], bool]) -> None:
             while not what():
@@ -69,13 +84,18 @@ def run(
                 time.sleep(_POLL_S)
 
         wait(lambda: _ticket(folder) is not None)
+        seen = [saw({"event": "Ticket"})]
+        if join == "pasted":
+            start_peers()
+        if join == "imported":
+            time.sleep(max(0.0, start + _IMPORTED_S - time.monotonic()))
+            seen = [saw({"event": "Ticket"})]
         for name in peers:
             stdin = processes[name].stdin
             assert stdin is not None
             stdin.write(f"{_ticket(folder)}\n".encode())
             stdin.flush()
         wait(log.exists)
-        seen: list[Seen] = []
         with log.open() as lines:
             line = ""
             while True:
@@ -84,7 +104,7 @@ def run(
                     wait(lambda: log.stat().st_size > lines.tell())
                     continue
                 event, line = json.loads(line), ""
-                seen.append(Seen(time.monotonic() - start, event, *wan.bytes()))
+                seen.append(saw(event))
                 at_each(event)
                 if until(event):
                     return seen
@@ -114,12 +134,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def _geotrain(wan: Wan, home: int | None, words: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":
+def _geotrain(wan: Wan | None, home: int | None, words: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-u", "-m", "geotrain", *map(str, words)]
     with log.open("wb") as output:
-        return wan.popen(
-            home, [sys.executable, "-u", "-m", "geotrain", *words],
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment(),
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT, "env": environment(),
+        }  # fmt: skip
+        return subprocess.Popen(command, **options) if wan is None else wan.popen(home, command, **options)
 
 
 def _ticket(folder: Path) -> str | None:

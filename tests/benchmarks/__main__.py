@@ -22,6 +22,7 @@ from .tables import Table, Unavailable, machine
 BENCHMARKS = {
     "overhead": "what splitting costs on loopback",
     "transport": "frames over our transport against a bare gRPC stream",
+    "startup": "from a command to the first step, from join to the first microbatch",
     "torch-pipelining": "against torch.distributed.pipelining, on links shaped by the kernel",
     "big-model": "memory of each process with a model of a billion parameters",
 }
