@@ -26,6 +26,9 @@ NARROW = 1.5
 """A border between blocks is at most so many times wider than the narrow places next to it: the residual stream of a
 transformer is, the queries and keys inside its attention are not."""
 
+LONGEST_S = 2.0
+"""A block that takes longer is not measured, since all wait for it; of it FLOPs are estimate enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTime:
@@ -69,22 +72,37 @@ def blocks(graph: OpGraph) -> tuple[Block, ...]:
     points = [
         place.op_index for place, near in zip(narrow, least, strict=True) if place.boundary_bytes <= NARROW * near
     ]
-    everywhere = recomputed(graph)
+    everywhere = recomputed(graph) & graph.values.keys()  # an op with several results stays: only they are tensors
     found: list[Block] = []
     for stage in cut(graph, points):
         ops = tuple(op for op in stage.ops if op.name not in everywhere)
-        given = dict.fromkeys(name for op in ops for name in op_refs(op) if name in everywhere)
-        block = replace(stage, ops=ops, inputs=(*stage.inputs, *given))
+        read = dict.fromkeys(name for op in ops for name in op_refs(op))
+        given = [name for name in read if name in everywhere]
+        known = {*read, *(op.name for op in ops), *stage.inputs, *(r.value for r in stage.receives)}
+        values = {name: value for name, value in stage.values.items() if name in known}
+        block = replace(stage, ops=ops, inputs=(*stage.inputs, *given), values=values)
         found.append(Block(stage.first_op, stage.end_op, _signature(block), block))
     return tuple(found)
 
 
 def distinct(found: Sequence[Block]) -> tuple[Block, ...]:
-    """One block of each signature, in order: those to measure."""
+    """One block of each signature, in order."""
     firsts: dict[str, Block] = {}
     for block in found:
         firsts.setdefault(block.signature, block)
     return tuple(firsts.values())
+
+
+def to_measure(graph: OpGraph, peer: Peer) -> tuple[Block, ...]:
+    """One block of each signature, in order: those that the peer can hold, and runs in `LONGEST_S` as far as FLOPs
+    tell."""
+    costs, chosen = CostModel(graph), list[Block]()
+    for block in distinct(blocks(graph)):
+        tensors = (*block.graph.parameters.values(), *block.graph.values.values())
+        seconds = sum(costs.seconds(peer, block.first_op, block.end_op))
+        if seconds <= LONGEST_S and 2 * sum(tensor.spec.nbytes for tensor in tensors) <= peer.memory_bytes / 2:
+            chosen.append(block)
+    return tuple(chosen)
 
 
 def _signature(stage: StageGraph) -> str:

@@ -8,7 +8,7 @@ from geotrain.base import Peer
 from geotrain.blocks import BlockTime, CostModel, Profile, blocks, distinct
 from geotrain.cost import CostTable
 from geotrain.graph import OpGraph, capture
-from tests.zoo import ZOO, make
+from tests.zoo import make
 
 PEER = Peer("a", 1e9, 1)
 
@@ -28,7 +28,7 @@ def test_equal_blocks_are_measured_once() -> None:
     assert len(many) <= 8
 
 
-@pytest.mark.parametrize("name", sorted(ZOO))
+@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet", "t5", "unet"])
 def test_blocks_cover_the_graph(name: str) -> None:
     net, batch = make(name)
     graph = capture(net, batch)
