@@ -1,6 +1,8 @@
 """Decoders written from the codecs' docstrings alone, in NumPy, without torch: proof that the layouts can be
 implemented elsewhere, and a second opinion on every bit."""
 
+from itertools import pairwise
+
 import numpy as np
 
 F = np.float32
@@ -16,6 +18,8 @@ def decode(name: str, payload: bytes, shape: tuple[int, ...], dtype: str, key: i
         x = (np.frombuffer(body, "<u2").astype(np.uint32) << 16).view(F)
     elif name == "int8":
         x = int8(body, numel, shape[-1])
+    elif name.startswith("ec"):
+        x = entropy(body, numel, name, key)
     else:
         x = hadamard(body, numel, int(name[2]), name.endswith("u"), key)
     most = F(3.3895314e38) if dtype == "bfloat16" else np.finfo(F).max
@@ -87,3 +91,108 @@ def dither(key: int, tile: int, n: int) -> np.ndarray:
 def power(exponent: int, more: int = 0) -> np.float32:
     """2 to a signed byte."""
     return F(2.0 ** ((exponent ^ 0x80) - 0x80 + more))
+
+
+# -- ec and ecm: dithered, entropy-coded
+
+
+def entropy(body: bytes, numel: int, name: str, key: int) -> np.ndarray:
+    error, whole = float("0." + name.split("-")[1]), name.startswith("ecm")
+    blocks, length = -(-numel // 64), int.from_bytes(body[1:5], "little")
+    change = rans(body[5 : 5 + length], np.zeros(blocks, np.int64), [deltas()])
+    size = (64 + np.cumsum(change - 64)) % 128
+    reach = np.array([EIGHTHS[-i % 8] * F(2.0 ** (7 - -(-i // 8))) for i in range(255)] + [0], F)
+    sigma = reach[1::2]  # [127] is 0
+    if whole:
+        mean = sum(float(sigma[r]) ** 2 * int(n) for r, n in enumerate(np.bincount(size, minlength=128))) / blocks
+        wanted = np.float32(np.sqrt(12 * error * mean) * 0.9576033)
+        one = int(np.flatnonzero(reach[:255] >= wanted)[-1]) if wanted else 255
+        group = (one - 2 * size) >> 1
+        step = np.where(group > 12, sigma[size] / F(8), reach[one])
+        step = np.where(size == 127, F(0), step).astype(F)
+        deviations = [0.0] + [float(EIGHTHS_DOUBLE[i % 4 * 2]) * 2.0 ** (i // 4) for i in range(-28, 13)]
+        group = np.where(size == 127, 0, np.clip(group, -28, 12) + 29)
+    else:
+        step = sigma[size] * F(np.sqrt(12 * error))
+        deviations = [0.0, 1 / float(np.sqrt(12 * error))]
+        group = (size != 127).astype(np.int64)
+    needed = {g: [gaussian(deviations[g], quarter) for quarter in range(4)] for g in set(group.tolist())}
+    tables = [needed[g][quarter] if g in needed else None for g in range(len(deviations)) for quarter in range(4)]
+    noise, which, steps, widths = [], [], [], []
+    for tile in range(-(-blocks // 16)):
+        lanes = len(step[tile * 16 : tile * 16 + 16])
+        u = dither(key, tile, 64 * lanes)
+        noise.append(u)
+        which.append(np.tile(group[tile * 16 : tile * 16 + 16], 64) * 4 + (np.abs(u) * 8).astype(np.int64))
+        steps.append(np.tile(step[tile * 16 : tile * 16 + 16], 64))
+        widths.append(64 * lanes)
+    u = np.concatenate(noise)
+    q = (rans(body[5 + length :], np.concatenate(which), tables) - 72).astype(F)
+    v = (np.where(u < 0, -q, q) - u) * np.concatenate(steps)
+    out, at = [], 0
+    for width in widths:
+        out.append(unrotate(v[at : at + width]) * signs(key)[:width])
+        at += width
+    return np.concatenate(out)[:numel] * power(body[0], -6)
+
+
+EIGHTHS_DOUBLE = (1.0, 1.0905077, 1.1892071, 1.2968396, 1.4142135, 1.5422108, 1.6817929, 1.8340081)
+
+
+def rans(data: bytes, which: np.ndarray, tables: list) -> np.ndarray:
+    """One symbol after the other."""
+    lanes = 1
+    while lanes < 512 and lanes * 2 <= len(which) // 2048:
+        lanes *= 2
+    state = [int(x) for x in np.frombuffer(data[: 4 * lanes], "<u4")]
+    words = iter(np.frombuffer(data[4 * lanes :], "<u2").tolist())
+    symbols = []
+    for i, table in enumerate(which):
+        frequency = tables[table]
+        start = np.cumsum(frequency) - frequency
+        x, slot = state[i % lanes], state[i % lanes] % 4096
+        symbol = int(np.flatnonzero(start <= slot)[-1])
+        while frequency[symbol] == 0:
+            symbol -= 1
+        x = int(frequency[symbol]) * (x // 4096) + slot - int(start[symbol])
+        state[i % lanes] = x * 65536 + next(words) if x < 65536 else x
+        symbols.append(symbol)
+    assert set(state) == {65536} and next(words, None) is None
+    return np.array(symbols)
+
+
+def deltas() -> np.ndarray:
+    frequency = np.array([max(int(900 * 0.55 ** abs(d)), 3) for d in range(-64, 64)])
+    frequency[64] += 4096 - frequency.sum()
+    return frequency
+
+
+def gaussian(s: float, quarter: int) -> np.ndarray:
+    q = np.arange(-72, 73)
+    if s == 0:
+        probability = (q == 0).astype(float)
+    else:
+        us = [(quarter + (i + 0.5) / 4) / 8 for i in range(4)]
+        total = np.zeros(145)
+        for u in us:
+            total = total + integral((q + (0.5 - u)) / s) - integral((q - (0.5 + u)) / s)
+        probability = total / 4
+    can = abs(q) <= int(8.8 * s + 1)
+    frequency = np.where(can, (probability * (4096 - can.sum())).astype(int) + 1, 0)
+    frequency[np.argmax(frequency)] += 4096 - frequency.sum()
+    return frequency
+
+
+def integral(x: np.ndarray) -> np.ndarray:
+    half, ratio = [1.0], 0.9998779371377774
+    for _ in range(640):
+        half.append(half[-1] * ratio)
+        ratio *= 0.9997558891748972
+    density = half[:0:-1] + half
+    table = [0.0]
+    for a, b in pairwise(density):
+        table.append(table[-1] + (a + b))
+    sums = np.array(table) / table[-1]
+    at = np.clip(x * 64 + 640, 0, 1279)
+    low = at.astype(int)
+    return sums[low] + (sums[low + 1] - sums[low]) * (at - low)

@@ -2,6 +2,7 @@
 
 from ..errors import PlanError
 from .base import Codec, Message, Payload, State, message_key
+from .entropy import ENTROPY
 from .hadamard import HADAMARD
 from .identity import IDENTITY
 from .rounded import BF16, INT8
@@ -13,6 +14,7 @@ CODECS: dict[str, Codec] = {
         BF16,
         INT8,
         *HADAMARD,
+        *ENTROPY,
     )
 }
 

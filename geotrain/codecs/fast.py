@@ -5,6 +5,7 @@ kept on disk, so a second start compiles nothing. Without it, and on other devic
 """
 
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ import torch
 
 def kernels(device: torch.device) -> Any | None:
     """The module `native`, or None where torch has to do."""
-    return _native() if device.type == "cpu" else None
+    return _native("native") if device.type == "cpu" else None
 
 
-@lru_cache(maxsize=1)
-def _native() -> Any | None:
+def entropy_kernels(device: torch.device) -> Any | None:
+    """The module `native_entropy`, or None."""
+    return _native("native_entropy") if device.type == "cpu" else None
+
+
+@lru_cache(maxsize=2)
+def _native(name: str) -> Any | None:
     try:
-        from . import native
+        return import_module(f"{__package__}.{name}")
     except (ImportError, RuntimeError):  # no numba, one that does not suit this NumPy, or no place for its cache
         return None
-    return native

@@ -15,20 +15,21 @@ from .scales import EIGHTHS, ZERO
 from .tiles import BLOCK, LANES, TILE
 
 _numba: Any = numba  # it has no types
-float32, int16, int32, uint8, uint32 = _numba.float32, _numba.int16, _numba.int32, _numba.uint8, _numba.uint32
-_compiled = _numba.njit(nogil=True, cache=True)
-_inlined = _numba.njit(inline="always")
+float32, int16, int32 = _numba.float32, _numba.int16, _numba.int32
+uint8, uint16, uint32 = _numba.uint8, _numba.uint16, _numba.uint32
+compiled = _numba.njit(nogil=True, cache=True)
+inlined = _numba.njit(inline="always")
 
 _MANTISSAS = np.array(EIGHTHS, np.float32).view(np.int32) & 0x7FFFFF
 
 
-@_compiled
+@compiled
 def upper_halves(bits, halves):
     for i in range(len(bits)):
         halves[i] = int16((bits[i] + int32(0x7FFF) + ((bits[i] >> int32(16)) & int32(1))) >> int32(16))
 
 
-@_compiled
+@compiled
 def encode_rows(x, up, width, scales, codes):
     up = float32(up)
     for r in range(len(scales)):
@@ -47,7 +48,7 @@ def encode_rows(x, up, width, scales, codes):
             out[j] = np.int8(min(max(np.rint(row[j] * up * inverse), float32(-127)), float32(127)))
 
 
-@_compiled
+@compiled
 def decode_rows(codes, steps, down, width, x):
     down = float32(down)
     for r in range(len(steps)):
@@ -61,8 +62,8 @@ def decode_rows(codes, steps, down, width, x):
 # -- hadamard: lane l, coefficient j of a tile of L lanes is at j * L + l
 
 
-@_inlined
-def _rotate(a, b, half):
+@inlined
+def rotate(a, b, half):
     for _ in range(3):
         for i in range(half):
             b[i] = a[2 * i] + a[2 * i + 1]
@@ -72,8 +73,8 @@ def _rotate(a, b, half):
             a[i + half] = b[2 * i] - b[2 * i + 1]
 
 
-@_inlined
-def _rotate_back(a, b, half):
+@inlined
+def rotate_back(a, b, half):
     for _ in range(3):
         for i in range(half):
             b[2 * i] = a[i] + a[i + half]
@@ -83,8 +84,8 @@ def _rotate_back(a, b, half):
             a[2 * i + 1] = b[i] - b[i + half]
 
 
-@_inlined
-def _dither(u, tile, low, high, half):
+@inlined
+def dither(u, tile, low, high, half):
     start = uint32(tile * (TILE // 2))
     for i in range(half):
         h = uint32(uint32(start + i) ^ low)
@@ -95,7 +96,7 @@ def _dither(u, tile, low, high, half):
         u[i + half] = (float32(int32(h >> uint32(16))) - float32(32767.5)) * float32(2.0**-16)
 
 
-@_inlined
+@inlined
 def _largest(a, b, lanes):
     half = lanes * BLOCK // 2
     for i in range(half):
@@ -106,8 +107,8 @@ def _largest(a, b, lanes):
             b[i] = max(b[i], b[i + half])
 
 
-@_inlined
-def _energy(a, b, lanes):
+@inlined
+def energy_of(a, b, lanes):
     half = lanes * BLOCK // 2
     for i in range(half):
         b[i] = a[i] * a[i] + a[i + half] * a[i + half]
@@ -117,8 +118,8 @@ def _energy(a, b, lanes):
             b[i] = b[i] + b[i + half]
 
 
-@_inlined
-def _spread(k, lanes):
+@inlined
+def spread(k, lanes):
     """The first `lanes` values, 64 times."""
     done = lanes
     while done < lanes * BLOCK:
@@ -127,7 +128,7 @@ def _spread(k, lanes):
         done *= 2
 
 
-@_inlined
+@inlined
 def _scales(reach, lanes, scales):
     bits = reach.view(np.int32)
     for i in range(lanes):
@@ -138,16 +139,16 @@ def _scales(reach, lanes, scales):
         scales[i] = uint8(ZERO if bits[i] == 0 else max(0, min(scale, ZERO - 1)))
 
 
-@_inlined
+@inlined
 def _encode_tile(x, up, sign, inverse, bits, cover, dithered, tile, low, high, lanes, scales, codes, a, b, u, c):
     n = lanes * BLOCK
     for i in range(len(x)):
         a[i] = x[i] * up * sign[i]
     for i in range(len(x), n):
         a[i] = 0
-    _rotate(a, b, n // 2)
+    rotate(a, b, n // 2)
     if cover > 0:
-        _energy(a, b, lanes)
+        energy_of(a, b, lanes)
         for i in range(lanes):
             u[i] = np.sqrt(b[i]) * cover
         _largest(a, b, lanes)
@@ -158,10 +159,10 @@ def _encode_tile(x, up, sign, inverse, bits, cover, dithered, tile, low, high, l
     _scales(b, lanes, scales)
     for i in range(lanes):
         b[i] = inverse[scales[i]]
-    _spread(b, lanes)
+    spread(b, lanes)
     middle, top = float32(1 << (bits - 1)), float32((1 << bits) - 1)
     if dithered:
-        _dither(u, tile, low, high, n // 2)
+        dither(u, tile, low, high, n // 2)
         for i in range(n):
             c[i] = uint8(int32(min(max(a[i] * b[i] + (u[i] + middle), float32(0)), top)))
     else:
@@ -200,7 +201,7 @@ def _encode_tile(x, up, sign, inverse, bits, cover, dithered, tile, low, high, l
                 out[i] |= ((c[i + r * q] >> shift) & uint8(1)) << uint8(r)
 
 
-@_inlined
+@inlined
 def _decode_tile(scales, codes, steps, bits, dithered, tile, low, high, sign, down, lanes, x, a, b, u, c):
     n = lanes * BLOCK
     at = 0
@@ -236,21 +237,21 @@ def _decode_tile(scales, codes, steps, bits, dithered, tile, low, high, sign, do
                 c[i + r * q] |= ((part[i] >> uint8(r)) & uint8(1)) << shift
     for i in range(lanes):
         b[i] = steps[scales[i]]
-    _spread(b, lanes)
+    spread(b, lanes)
     middle = float32(1 << (bits - 1)) - float32(0.5)
     if dithered:
-        _dither(u, tile, low, high, n // 2)
+        dither(u, tile, low, high, n // 2)
         for i in range(n):
             a[i] = (float32(c[i]) - middle - u[i]) * b[i]
     else:
         for i in range(n):
             a[i] = (float32(c[i]) - middle) * b[i]
-    _rotate_back(a, b, n // 2)
+    rotate_back(a, b, n // 2)
     for i in range(len(x)):
         x[i] = a[i] * sign[i] * down
 
 
-@_compiled
+@compiled
 def _encode(x, up, sign, inverse, bits, cover, dithered, low, high, scales, codes):
     a, b, u = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     c = np.empty(TILE, np.uint8)
@@ -268,7 +269,7 @@ def _encode(x, up, sign, inverse, bits, cover, dithered, low, high, scales, code
         )  # fmt: skip
 
 
-@_compiled
+@compiled
 def _decode(scales, codes, steps, bits, dithered, low, high, sign, down, x):
     a, b, u = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     c = np.empty(TILE, np.uint8)
