@@ -118,17 +118,17 @@ def with_sample(rate: Rate, bytes_per_s: float, at_s: float, limited: bool = Fal
     >>> round(with_sample(rate, 900.0, at_s=2.0, limited=True).bytes_per_s)
     900
     """
-    before = 1 / rate.seconds_per_byte
+    known = 1 / rate.seconds_per_byte
     if limited:
         last = (*rate.limited, bytes_per_s)[-SHIFT_SAMPLES:]
-        slower = len(last) == SHIFT_SAMPLES and max(last) < before * (1 - SHIFT)
+        slower = len(last) == SHIFT_SAMPLES and max(last) < known * (1 - SHIFT)
         return Rate(math.inf, (), last, at_s) if slower else replace(rate, limited=last, seen_s=at_s)
-    last = (*rate.recent, bytes_per_s)[-SHIFT_SAMPLES:]
-    shifted = max(last) < before * (1 - SHIFT) or min(last) > before * (1 + SHIFT)
-    if len(last) == SHIFT_SAMPLES and shifted:
+    recent = (*rate.recent, bytes_per_s)[-WINDOW:]
+    older, last = recent[:-SHIFT_SAMPLES], recent[-SHIFT_SAMPLES:]
+    if older and (max(last) < fmean(older) * (1 - SHIFT) or min(last) > fmean(older) * (1 + SHIFT)):
         return Rate(fmean(1 / sample for sample in last), last, (), at_s)
-    mean = 1 / bytes_per_s if before == 0 else (1 - FADE) * rate.seconds_per_byte + FADE / bytes_per_s
-    return Rate(mean, (*rate.recent, bytes_per_s)[-WINDOW:], (), at_s)
+    mean = 1 / bytes_per_s if known == 0 else (1 - FADE) * rate.seconds_per_byte + FADE / bytes_per_s
+    return Rate(mean, recent, (), at_s)
 
 
 class LinkBook:
