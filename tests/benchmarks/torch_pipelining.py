@@ -76,7 +76,7 @@ def compare(name: str, *, steps: int, rounds: int, long: int) -> list[Table]:
         tables = [_steps_table(f"{name}: {world.title}", tried, best, turns, ours(stages=False))]
         if long:
             run = geotrain_run(wan, world, folder / "long", steps=long, warmup=4, evaluate_every=EVERY)
-            losses, held_out, _ = plain_loop(job, folder / "weights", long, EVERY)
+            losses, held_out, _ = plain_loop(job, folder / "weights", long, range(0, long + 1, EVERY))
             median = statistics.median(run.seconds for run in turns["theirs"])
             start = statistics.median(run.start_s for run in turns["theirs"])
             tables.append(_loss_table(f"{name}: {world.title}", run, losses, held_out, start, median))

@@ -5,7 +5,7 @@ Model, first weights, data, optimizer and threads are the same for all who are c
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def held_out_loss(model: torch.nn.Module, source: Source, microbatches: int = 8)
 
 
 def plain_loop(
-    job: JobConfig, weights: Path, steps: int, evaluate_every: int, say: Callable[[str], None] = lambda line: None
+    job: JobConfig, weights: Path, steps: int, evaluate_after: Collection[int]
 ) -> tuple[list[float], dict[int, float], list[float]]:
     """(training losses, held-out losses by steps done, seconds of the steps) of one process."""
     model, source = load_model(job, weights), open_source(job)
@@ -117,13 +117,12 @@ def plain_loop(
         for i in range(job.train.microbatches):
             loss, _ = model(**source.train(step, i))
             (loss / job.train.microbatches).backward()
-            total += float(loss)
+            total += float(loss.detach())
         optim.set_lr(optimizer, optim.lr_at(step, job.train))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / job.train.microbatches)
         seconds.append(time.perf_counter() - start)
-        if evaluate_every and (step + 1) % evaluate_every == 0:
+        if step + 1 in evaluate_after:
             held_out[step + 1] = held_out_loss(model, source)
-            say(f"plain loop, step {step + 1}: held-out loss {held_out[step + 1]:.4f}")
     return losses, held_out, seconds
