@@ -105,7 +105,7 @@ def join(
     parent = Parent() if ticket == "-" else None
 
     from .config import PeerConfig
-    from .local import read_topology
+    from .local import TopologyFile
     from .peer import main as work
     from .tables import parse
 
@@ -114,22 +114,44 @@ def join(
         "port": port, "advertise": advertise,
     }  # fmt: skip
     config = parse(PeerConfig, dumps(options), "geotrain join", None)
-    shape = read_topology(topology) if topology is not None else None
+    file = TopologyFile(topology) if topology is not None else None
     if parent is not None:
         ticket = parent.ticket()
-    return work(config, ticket, topology=shape, parent_pipe=parent is not None)
+    if file is None:
+        return work(config, ticket, parent_pipe=parent is not None)
+    return work(config, ticket, topology=file.topology, changed=file.changed, parent_pipe=parent is not None)
 
 
 @app.command()
 def plan(
-    job: Annotated[Path, typer.Argument(help="The job, a TOML file.")],
-    topology: Annotated[Path, typer.Option(help="TOML file of the peers to plan for.")],
-    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
-) -> None:
-    """Make a plan without training: which peer runs what. Use it with `geotrain coordinator --plan`."""
-    from .coordinate import write_plan
+    job: Annotated[
+        Path | None, typer.Argument(help="The job, a TOML file; or the folder of a run.", show_default=False)
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="Plan for the peers that this run measured.", show_default=False)
+    ] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="A model instead of a job: transformer:blocks=24,hidden=1024 or hf:DIR,seq=4096.")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option("--topology", "--peers", help="TOML file of the peers to plan for, and their links.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option(help='Plan again after a change, such as "peer attic up 100" or "remove attic".')
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Check this plan instead of making one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the plan; of a job, plan.json by default.", show_default=False)
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw a step to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan's figures as JSON.")] = False,
+) -> int:
+    """Make a plan without training: which peer runs what, and how long a step takes. It needs none of the peers."""
+    from .planning import main as answer
 
-    write_plan(job, topology, out)
+    return answer(
+        job, run, graph=graph, topology=topology, out=out, svg=svg, changes=what_if or [], check=check, as_json=json
+    )
 
 
 @app.command()
@@ -159,3 +181,22 @@ def generate(
     for text in model.sample(prompt, tokens=tokens, temperature=temperature, seed=seed):
         print(text, end="", flush=True)
     print()
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of geotrain on this machine.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def codecs(
+    names: Annotated[list[str] | None, typer.Argument(help="Which codecs; all, if none is named.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples in the tensor.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 128,
+    channels: Annotated[int, typer.Option(min=1, help="Channels of a token.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """What each codec does to a tensor: bytes, error, bias, and MB a second on one thread."""
+    from .bench import codecs as run
+
+    run(names or [], samples=samples, tokens=tokens, channels=channels, dtype=dtype, json_path=json)

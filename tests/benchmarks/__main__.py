@@ -25,6 +25,7 @@ BENCHMARKS = {
     "startup": "from a command to the first step, from join to the first microbatch",
     "torch-pipelining": "against torch.distributed.pipelining, on links shaped by the kernel",
     "hivemind-optimizer": "against hivemind's data-parallel optimizer, on links shaped by the kernel",
+    "codecs": "bytes, error and speed of every codec",
     "big-model": "memory of each process with a model of a billion parameters",
 }
 """Modules of this folder (with underscores) that have `benchmark(short: bool) -> list[Table]`, and what they tell."""

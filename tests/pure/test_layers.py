@@ -13,22 +13,22 @@ LAYERS = [
     "errors", "words", "base", "tables", "config",
     # pure
     "graph.ir", "graph.ops", "graph.serial", "graph.interpret", "graph.fake", "graph.functional", "graph.eager",
-    "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "codecs.base",
+    "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "graph.weigh", "codecs.base",
     "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native", "codecs.fast",
     "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy", "codecs.entropy",
     "codecs.ladder", "codecs", "coding", "opcost", "cost", "blocks", "schedule",
     "flows", "simulator", "workload", "planner.memory", "planner.problem", "planner.price", "planner.search",
-    "planner.proportional", "planner.check", "planner", "optim", "topology", "manifest", "wire",
+    "planner.proportional", "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire",
     "meter", "admission", "protocol", "layout", "links", "replan", "scheduler", "identity", "events", "runstate", "control",
-    "plots", "facts", "stage",
+    "plots", "facts", "stage", "instruct",
     # shell
-    "disk", "machine", "probe", "models", "corpus", "data", "executor", "ledger", "weights", "checkpoint", "transports.base",
+    "disk", "machine", "probe", "models", "corpus", "data", "executor", "ledger", "weights", "cache", "pretrained", "checkpoint", "transports.base",
     "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "survey", "loops",
     "channel", "inputs", "transfers", "runfolder", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces
-    "parent", "live", "report", "runner", "jobs", "local", "coordinate", "generate", "demo", "trainer", "cli",
+    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "demo", "trainer", "bench", "cli",
     "__main__",
 ]  # fmt: skip
 
