@@ -6,6 +6,7 @@ from .entropy import ENTROPY
 from .hadamard import HADAMARD
 from .identity import IDENTITY
 from .rounded import BF16, INT8
+from .sync import SYNC
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
@@ -15,6 +16,7 @@ CODECS: dict[str, Codec] = {
         INT8,
         *HADAMARD,
         *ENTROPY,
+        *SYNC,
     )
 }
 

@@ -63,7 +63,7 @@ class Lossy(ABC):
             peak = torch.maximum(-low, high).item()
             if peak <= torch.finfo(torch.float32).max:
                 body, after = self.write(x, peak, spec, state, message)
-                payload = [memoryview(bytes([CODED])), *map(_view, body)]
+                payload = [memoryview(bytes([CODED])), *map(as_view, body)]
                 if sum(part.nbytes for part in payload) <= spec.packed.nbytes:
                     return payload, after
         return [memoryview(bytes([RAW])), *raw(tensor)], state
@@ -120,7 +120,8 @@ def row_width(spec: TensorSpec, least: int = 1) -> int:
     return width if width >= least else packed.numel
 
 
-def _view(part: torch.Tensor | bytes) -> memoryview:
+def as_view(part: torch.Tensor | bytes) -> memoryview:
+    """The inverse of `as_bytes`."""
     if isinstance(part, bytes):
         return memoryview(part)
     return memoryview(cast(Any, part.contiguous().view(-1).view(torch.uint8).cpu().numpy()))

@@ -252,6 +252,22 @@ def test_damaged_entropy_coding_is_noticed() -> None:
         decode(codec, data + b"\0\0", x)
 
 
+@pytest.mark.parametrize(("name", "bits"), [("sync2", 2.15), ("sync4", 4.25)])
+def test_what_replicas_lose_is_sent_later(name: str, bits: float) -> None:
+    """The sums of what was sent and of what arrived differ by the residual, which does not grow."""
+    codec, generator = get_codec(name), torch.Generator().manual_seed(0)
+    sent, came, state = torch.zeros(20_000, dtype=torch.float64), torch.zeros(20_000, dtype=torch.float64), {}
+    losses: list[float] = []
+    for key in range(12):
+        x = torch.randn(20_000, generator=generator) + 0.1
+        data, state = encode(codec, x, key, state)
+        assert len(data) * 8 / x.numel() < bits
+        sent, came = sent + x, came + decode(codec, data, x, key)
+        losses.append((came - sent).norm().item() / 20_000**0.5)
+        assert torch.allclose(sent - came, state["residual"].double(), atol=1e-4)
+    assert losses[-1] < 1.2 * max(losses[:4]) < 0.5
+
+
 def test_entropy_coding_gains_on_rotated_bits() -> None:
     """At no more error, at least a tenth (4 bits, forward) and a quarter (2 bits, gradients) fewer bytes."""
     x = torch.randn(128, 1024, generator=torch.Generator().manual_seed(2))

@@ -15,16 +15,17 @@ LAYERS = [
     "graph.ir", "graph.ops", "graph.serial", "graph.interpret", "graph.fake", "graph.functional", "graph.eager",
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "graph.weigh", "codecs.base",
     "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native", "codecs.fast",
-    "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy", "codecs.entropy",
+    "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy", "codecs.entropy", "codecs.sync",
     "codecs.ladder", "codecs", "coding", "opcost", "cost", "blocks", "schedule",
-    "flows", "simulator", "workload", "planner.memory", "planner.problem", "planner.price", "planner.search",
+    "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem", "planner.price", "planner.search",
     "planner.proportional", "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire",
     "meter", "admission", "protocol", "layout", "links", "replan", "scheduler", "identity", "events", "runstate", "control",
     "plots", "facts", "stage", "instruct",
     # shell
-    "disk", "machine", "probe", "models", "corpus", "data", "executor", "ledger", "weights", "cache", "pretrained", "checkpoint", "transports.base",
+    "disk", "machine", "probe", "models", "corpus", "data", "executor", "ledger", "weights", "cache", "pretrained",
+    "checkpoint", "transports.base",
     "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "survey", "loops",
-    "channel", "inputs", "transfers", "runfolder", "results", "stagethread",
+    "channel", "inputs", "transfers", "runfolder", "trained", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces
