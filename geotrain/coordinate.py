@@ -1,4 +1,4 @@
-"""`geotrain coordinator` and `geotrain plan`: a job for peers that join from elsewhere. I/O."""
+"""`geotrain coordinator`: a job for peers that join from elsewhere. I/O."""
 
 import contextlib
 import socket
@@ -6,20 +6,16 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 from . import loops
-from .base import Peer, Plan
+from .base import Plan
 from .config import JobConfig, load_job
 from .coordinator import Coordinator
-from .disk import write_atomic
 from .errors import PlanError, UserError
 from .identity import Ticket
 from .jobs import Work, open_job, resume_job, run_folder
-from .layout import lay_out
 from .local import read_topology
-from .machine import free_memory_bytes, measured_flops_per_s, pick_device
 from .results import Result
 from .runfolder import JOB
 from .runner import Runner
-from .words import duration, size
 
 
 def coordinate(
@@ -77,23 +73,6 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: cannot read the plan: {error}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-
-
-def write_plan(job_path: Path, topology: Path, out: Path) -> None:
-    """Plans a job for the peers of a topology file; prints the plan and writes it. What the file leaves open is
-    taken from this machine."""
-    job, shape = load_job(job_path), read_topology(topology)
-    device = pick_device("auto")
-    flops, memory = measured_flops_per_s(device, None), free_memory_bytes(device)
-    peers = [Peer(n, (p.flops or flops) * p.duty, p.memory_bytes or memory) for n, p in shape.peers.items()]
-    layout = lay_out(job, open_job(job).graph, peers, 1, None, shape.links)
-    write_atomic(out, layout.plan.to_json().encode())
-    for i, (stage, blocks) in enumerate(zip(layout.plan.stages, layout.blocks, strict=True)):
-        ops, memory = stage.end_op - stage.first_op, size(stage.memory_bytes)
-        print(f"stage {i}  {stage.peer}  {ops} ops ({blocks})  window {stage.window}  {memory}")
-    for note in layout.plan.notes:
-        print(note)
-    print(f"a step: {duration(layout.plan.step_seconds)}, predicted\n{out}")
 
 
 def _invite(runner: Runner, work: Work, ticket: Ticket) -> None:

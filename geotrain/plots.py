@@ -136,6 +136,13 @@ def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, leg
     return _svg(out, height) + _legend(legend)
 
 
+def standalone(plot: str, style: str) -> str:
+    """A plot as a file of its own, with the page's style and without the legend below it."""
+    body = plot.partition("</svg>")[0].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    head, _, rest = body.partition(">")
+    return f"{head}><style>{style}</style>{rest}</svg>\n"
+
+
 @dataclass(frozen=True, slots=True)
 class _Scale:
     """Maps `[low, high]` to `[a, b]`."""

@@ -23,7 +23,7 @@ _WORDS = {
     "other": "other",
 }
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --bg: #fbfbfa; --card: #fff; --ink: #1d2125; --dim: #667079; --line: #e3e6e8;
   --c1: #2f6fde; --c2: #e0662b; --f: #4f8ae8; --b: #1f9d77; --wait: #f0c04a; --send: #e07b39; --rest: #b9a5e0;
   --commit: #9aa5b1; --other: #cfd5da; --on: #fff; }
@@ -90,7 +90,7 @@ def html(facts: Facts) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>{_subtitle(facts)}{_cards(facts)}{''.join(sections)}</body></html>\n"
     )
 
