@@ -102,28 +102,26 @@ def test_any_tensor_comes_back_finite_and_in_its_layout(codec: Codec, x: torch.T
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [d for d in ITEM_BYTES if not d.startswith("float8")])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 70)])
-def test_all_dtypes_and_shapes_travel(codec: Codec, dtype: str, shape: tuple[int, ...]) -> None:
-    x = (torch.arange(int(np.prod(shape))).reshape(shape) % 50).to(to_dtype(dtype))
-    data, _ = encode(codec, x)
-    y = decode(codec, data, x)
-    assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    if dtype not in FLOATS:
-        assert torch.equal(x, y)
+def test_all_dtypes_and_shapes_travel(codec: Codec) -> None:
+    for dtype in (d for d in ITEM_BYTES if not d.startswith("float8")):
+        for shape in ((), (0,), (3, 0, 2), (7,), (2, 70)):
+            x = (torch.arange(int(np.prod(shape))).reshape(shape) % 50).to(to_dtype(dtype))
+            y = there_and_back(codec, x)
+            assert (y.shape, y.dtype) == (x.shape, x.dtype)
+            assert dtype in FLOATS or torch.equal(x, y)
 
 
 @every_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_what_is_not_finite_travels_as_it_is(codec: Codec, bad: float, dtype: str) -> None:
-    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).to(to_dtype(dtype))
-    x[1, 5] = bad
-    data, after = encode(codec, x)
-    y = decode(codec, data, x)
-    assert torch.equal(pack(x).view(torch.uint8), pack(y).view(torch.uint8))
-    assert_same_state(after, codec.init(tensor_spec(x)))
-    assert codec.accepts(tensor_spec(x), len(data))
+def test_what_is_not_finite_travels_as_it_is(codec: Codec, bad: float) -> None:
+    for dtype in FLOATS:
+        x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).to(to_dtype(dtype))
+        x[1, 5] = bad
+        data, after = encode(codec, x)
+        y = decode(codec, data, x)
+        assert torch.equal(pack(x).view(torch.uint8), pack(y).view(torch.uint8))
+        assert_same_state(after, codec.init(tensor_spec(x)))
+        assert codec.accepts(tensor_spec(x), len(data))
 
 
 @every_codec
