@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 
 from geotrain.base import Link, LinkUse, Plan, Span, Stage, StageReport
 from geotrain.replan import (
-    PATIENCE, Keep, Switch, Transfer, Watch, change, copy_seconds, decide, expected, measured, observe, transfers,
-)  # fmt: skip
+    PATIENCE,
+    Keep,
+    Switch,
+    Transfer,
+    Watch,
+    change,
+    copy_seconds,
+    decide,
+    expected,
+    measured,
+    observe,
+    transfers,
+)
 from geotrain.simulator import Message, StageTimes, Workload, simulate
 
 PARTS = {("stage", "anna"): 0.5, ("stage", "ben"): 0.7, ("link", "anna", "ben"): 1e-6}
