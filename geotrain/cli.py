@@ -158,11 +158,12 @@ def plan(
 def export(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write model.safetensors.")],
+    adapter: Annotated[bool, typer.Option(help="Only what LoRA trained, for peft, not merged into the model.")] = False,
 ) -> None:
     """Write the newest checkpoint as one safetensors file, or as a Hugging Face folder if the job came from one."""
-    from .checkpoint import export as write
+    from .trained import export as write
 
-    print(write(run, folder))
+    print(write(run, folder, adapter=adapter))
 
 
 @app.command()

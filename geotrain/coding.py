@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import CodecUse, Frame, FrameKey, TensorSpec
+from .base import CodecUse, Direction, Frame, FrameKey, TensorSpec
 from .codecs import Message, Payload, State, get_codec, message_key
 from .codecs.identity import from_raw, raw
 from .graph import StageGraph
@@ -19,6 +19,8 @@ from .graph.serial import tensor_spec
 
 SMALL_BYTES = 4096
 """Smaller tensors are not worth a codec: a frame's header and the link's delay weigh more."""
+
+FLOATS = ("float32", "bfloat16", "float16")
 
 SAMPLED = 16
 """One message of so many is decoded again by its sender, to see what the codec does to it."""
@@ -33,6 +35,13 @@ class Codecs:
 
     forward: str = "identity"
     backward: str = "identity"
+
+
+def choose(codecs: Codecs, direction: Direction, spec: TensorSpec, lossy: bool) -> str:
+    """The codec of a message. `lossy`: a gradient flows back through the value, and it is no shared parameter."""
+    if not lossy or spec.dtype not in FLOATS or spec.nbytes < SMALL_BYTES:
+        return "identity"
+    return codecs.forward if direction == "F" else codecs.backward
 
 
 class States:
@@ -85,11 +94,7 @@ class Encoder:
 
     def codec_for(self, key: FrameKey, tensor: Tensor) -> str:
         """The codec of a message under the codecs in force."""
-        if (key.direction, key.value) not in self._lossy or not tensor.is_floating_point():
-            return "identity"
-        if tensor.numel() * tensor.element_size() < SMALL_BYTES:
-            return "identity"
-        return self.codecs.forward if key.direction == "F" else self.codecs.backward
+        return choose(self.codecs, key.direction, tensor_spec(tensor), (key.direction, key.value) in self._lossy)
 
     def encode(self, key: FrameKey, tensor: Tensor, codec: str) -> Frame:
         """The frame of a tensor, with a codec that `codec_for` named."""

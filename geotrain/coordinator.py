@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,20 @@ from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
 from .layout import Layout, handover
 from .optim import clip_factor, lr_at
+from .replan import Deviation
 from .results import Result
 from .runfolder import RunFolder
 from .scheduler import Scheduler
 from .topology import Topology
-from .transfers import GradientWriter, Shelf, Upload, checkpoint_sink
+from .transfers import Base, GradientWriter, Shelf, Upload, checkpoint_sink
 from .transports.direct import DirectTransport
 from .weights import WeightStore
 
 HEARTBEAT_S = 1.0
 _TICK_S = 0.5
+_ALL_LINKED = 16
+"""Up to so many peers are linked with all others, whatever the plan: links that it does not use are measured too."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -94,7 +98,9 @@ class Coordinator:
         now = time.monotonic()
         self._state = runstate.State(settings, now, now, done=step, checkpoint=step)
         self._checkpoints = {step: self._folder.checkpoint.path} if self._folder.checkpoint else {}
-        self._result = Result(run_dir, [row.loss for row in self._folder.ledger.commits()])
+        kept = (*graph.parameters, *(n for n, b in graph.buffers.items() if b.persistent))
+        losses = [row.loss for row in self._folder.ledger.commits()]
+        self._result = Result(run_dir, losses, base=weights, persistent=kept, ties=graph.ties)
         self._sessions: dict[str, channel.Session] = {}
         self._waiting_room: dict[int, tuple[channel.Session, str]] = {}
         self._inbox: deque[runstate.Event] = deque()
@@ -103,7 +109,10 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._layouts: dict[int, Layout] = {}
         self._proposed: Layout | None = None
-        self._shelf = Shelf(None, {})
+        self._considering = False
+        self._linked: list[str] = []
+        self._base = Base(graph, weights)
+        self._shelf = Shelf(None, {}, self._base)
         self._uploads: dict[tuple[int, bool], Upload] = {}
         self._last_checkpoint: Upload | None = None
 
@@ -155,7 +164,17 @@ class Coordinator:
         name = self._name_of(session)
         if name is not None:
             if isinstance(message, protocol.Surveyed) and message.epoch == self._state.epoch:
-                self._scheduler.saw(replace(use, dst=name) for use in message.links)
+                member, now_s = self._state.members[name], time.monotonic()
+                links = [replace(use, dst=name) for use in message.links]
+                self._scheduler.saw(links, self._state.survey_s, now_s, probe=True)
+                self._scheduler.measured(member.peer, member.kind, message.flops_per_s, message.times)
+            if isinstance(message, protocol.Progress) and self._state.stage_of(name) is None:
+                now_s = time.monotonic()
+                self._scheduler.saw(
+                    [replace(use, dst=name) for use in message.links], now_s - HEARTBEAT_S, now_s, probe=True
+                )
+                if message.flops_per_s > 0:
+                    self._scheduler.rested(name, message.flops_per_s)
             self._post(runstate.Said(name, message))
 
     def on_closed(self, session: channel.Session, reason: str) -> None:
@@ -169,7 +188,7 @@ class Coordinator:
         self._check_token(request.run, request.token)
         if request.epoch != self._state.epoch:
             raise RemoteError(f"epoch {request.epoch} is over")
-        return self._shelf.read(request.names)
+        return self._shelf.read(request.names, request.skip)
 
     async def store(self, request: protocol.Store, chunks: AsyncIterator[bytes]) -> None:
         self._check_token(request.run, request.token)
@@ -212,8 +231,8 @@ class Coordinator:
         """Change to another plan after the running step; `reason` is told. Nothing happens if the run has changed its
         plan meanwhile. Raises `PlanError` if the peers cannot run it."""
         epoch = self._state.epoch
-        peers = [member.peer for member in self._state.members.values()]
-        layout = await asyncio.to_thread(self._scheduler.lay_out, peers, epoch, plan)
+        question = self._scheduler.ask(self._known(), time.monotonic())
+        layout = await asyncio.to_thread(self._scheduler.lay_out, question, epoch, plan)
         if self._state.epoch == epoch and self._state.phase == "training":
             self._proposed = layout
             self._post(runstate.Switch(epoch, layout.plan, reason))
@@ -260,9 +279,11 @@ class Coordinator:
                 if name in self._sessions:
                     _part(self._sessions.pop(name), reason)
             case runstate.Survey(epoch, names):
-                roster = {name: self._state.members[name].address for name in names}
+                roster = self._roster(names)
                 for name in names:
-                    self._sessions[name].send(protocol.Survey(epoch, roster))
+                    member = self._state.members[name]
+                    blocks = self._scheduler.to_measure(member.peer, member.kind)
+                    self._sessions[name].send(protocol.Survey(epoch, roster, blocks))
             case runstate.Propose(epoch, peers):
                 self._spawn(self._propose(epoch, peers))
             case runstate.Prepare(plan, step, None):
@@ -293,7 +314,7 @@ class Coordinator:
             case runstate.Emit(event):
                 self._emit(event)
                 if isinstance(event, events.StepCommitted):
-                    self._scheduler.saw(use for report in event.stages for use in report.links)
+                    self._committed(event)
             case runstate.Finish():
                 for name in list(self._sessions):
                     _part(self._sessions.pop(name), f"the run is over: {command.reason}")
@@ -319,11 +340,18 @@ class Coordinator:
     async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
         given, self._given_plan = self._given_plan, None
         try:
-            self._layouts[epoch] = await asyncio.to_thread(self._scheduler.lay_out, peers, epoch, given)
+            question = self._scheduler.ask(self._known(peers), time.monotonic())
+            self._layouts[epoch] = await asyncio.to_thread(self._scheduler.lay_out, question, epoch, given)
         except GeotrainError as error:
             self._post(runstate.PlanRefused(epoch, str(error)))
         else:
             self._post(runstate.PlanChosen(self._layouts[epoch].plan))
+
+    def _known(self, peers: Collection[Peer] | None = None) -> list[tuple[Peer, str]]:
+        """Peers with their kinds: these, or all that could work."""
+        members = self._state.members.values()
+        names = [peer.name for peer in peers] if peers is not None else [m.peer.name for m in members if not m.leaving]
+        return [(self._state.members[name].peer, self._state.members[name].kind) for name in names]
 
     @property
     def _layout(self) -> Layout:
@@ -332,9 +360,8 @@ class Coordinator:
     def _prepare(self, layout: Layout, step: int) -> None:
         """Every stage starts from the checkpoint at `step`, or fresh."""
         self._begin(layout, "")
-        self._shelf = Shelf(self._weights_at(step), self.graph.ties)
-        for i, stage in enumerate(layout.stages):
-            self._tell(layout, i, step, self._shelf.wanted(stage), (), ())
+        self._shelf = Shelf(self._weights_at(step), self.graph.ties, self._base)
+        self._tell(layout, step, fetch=[self._shelf.wanted(stage) for stage in layout.stages])
 
     def _move(self, plan: Plan, step: int, switch: runstate.Switch) -> None:
         """Every stage goes on with the state that the stages before it have."""
@@ -342,40 +369,73 @@ class Coordinator:
         assert proposed is not None
         layout = replace(proposed, plan=plan)
         self._begin(layout, switch.reason)
-        moves, gifts = handover(old, layout)
-        for i, name in enumerate(layout.names):
-            self._tell(layout, i, step, (), moves[i], gifts.get(name, ()))
-        roster = self._roster({*layout.names, *gifts})
-        for name in old.names:
-            if name not in layout.names and name in self._sessions:
-                self._sessions[name].send(protocol.Release(plan.epoch, step, roster, gifts.get(name, ())))
+        moves, gifts = handover(old, layout, self._base.digests)
+        fetch = [self._shelf.given(stage) for stage in layout.stages]
+        self._tell(layout, step, fetch=fetch, moves=moves, gifts=gifts)
+
+    def _committed(self, event: events.StepCommitted) -> None:
+        """Look at what the step took; where that is not what was planned, see whether another plan is better."""
+        now_s = time.monotonic()
+        deviations = self._scheduler.committed(event, now_s)
+        linked = [name for name in self._linked if name in self._sessions]
+        for probe in self._scheduler.probes(linked, now_s):
+            self._sessions[probe.src].send(protocol.Probe(self._state.epoch, probe.dst, probe.nbytes))
+        if deviations and not self._considering and self._state.phase == "training":
+            self._considering = True
+            self._spawn(self._consider(deviations))
+
+    async def _consider(self, deviations: Sequence[Deviation]) -> None:
+        try:
+            epoch, layout = self._state.epoch, self._layout
+            question = self._scheduler.ask(self._known(), time.monotonic())
+            steps_left = self._state.settings.steps - self._state.done
+            found = await asyncio.to_thread(self._scheduler.better, question, layout, steps_left, deviations)
+            self._emit(events.Considered(self._state.done, found.reason))
+            if found.layout is not None and (self._state.epoch, self._state.phase) == (epoch, "training"):
+                self._proposed = found.layout
+                self._post(runstate.Switch(epoch, found.layout.plan, found.reason))
+        finally:
+            self._considering = False
 
     def _begin(self, layout: Layout, reason: str) -> None:
         self._layouts = {layout.plan.epoch: layout}
         self._abort_uploads()
         self._feeder.stop()
         self._shelf.close()
-        self._shelf = Shelf(None, {})
+        self._shelf = Shelf(None, {}, self._base)
         self._announce(layout, reason)
         self._transport.set_roster(layout.plan.epoch, self._roster(layout.names), _refuse_frames)
 
     def _announce(self, layout: Layout, reason: str) -> None:
         plan = layout.plan
+        self._scheduler.began(layout, self._known(), time.monotonic())
         self._folder.write_plan(plan)
         ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
         self._emit(events.Planned(plan, ops, layout.blocks, self.graph.num_parameters, reason))
 
     def _tell(
-        self, layout: Layout, i: int, step: int, fetch: tuple[protocol.NamedSpec, ...],
-        moves: tuple[protocol.Move, ...], gifts: tuple[protocol.Gift, ...],
-    ) -> None:  # fmt: skip
-        plan, job = layout.plan, self.job
-        stage, roster = plan.stages[i], self._roster({*layout.names, *(move.src for move in moves)})
-        message = protocol.Prepare(
-            plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
-            layout.names, roster, fetch, moves, gifts, stage.codec_forward, stage.codec_backward, stage.recompute,
-        )  # fmt: skip
-        self._sessions[stage.peer].send(message)
+        self,
+        layout: Layout,
+        step: int,
+        fetch: Sequence[tuple[protocol.NamedSpec, ...]] = (),
+        moves: Sequence[tuple[protocol.Move, ...]] = (),
+        gifts: Mapping[str, tuple[protocol.Gift, ...]] | None = None,
+    ) -> None:
+        """Tell everybody what they are in this plan, and with whom they are linked: with all, while that is few."""
+        plan, job, given = layout.plan, self.job, gifts or {}
+        everybody = self._state.members
+        self._linked = list(everybody if len(everybody) <= _ALL_LINKED else {*layout.names, *given})
+        roster = self._roster(self._linked)
+        for i, stage in enumerate(plan.stages):
+            message = protocol.Prepare(
+                plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
+                layout.names, roster, fetch[i] if fetch else (), moves[i] if moves else (),
+                given.get(stage.peer, ()), stage.codec_forward, stage.codec_backward, stage.recompute,
+            )  # fmt: skip
+            self._sessions[stage.peer].send(message)
+        for name in self._linked:
+            if name not in layout.names and name in self._sessions:
+                self._sessions[name].send(protocol.Release(plan.epoch, step, roster, given.get(name, ())))
 
     def _roster(self, names: Collection[str]) -> dict[str, str]:
         return {name: self._state.members[name].address for name in names}
@@ -383,7 +443,7 @@ class Coordinator:
     def _weights_at(self, step: int) -> WeightStore | None:
         if step > 0:
             return WeightStore(self._checkpoints[step])
-        return None if self._weights is None else WeightStore(self._weights.path)
+        return None if self._weights is None else self._weights.reopen()
 
     # Uploads.
 

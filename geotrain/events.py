@@ -36,6 +36,14 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Considered:
+    """After `step` steps something was not as planned, and a better plan was looked for. `reason`: what came of it."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Every stage has its weights; training starts (or goes on) at `step`."""
 
@@ -97,6 +105,6 @@ class Ended:
 
 
 RunEvent = (
-    PeerJoined | Waiting | Planned | Prepared | StepCommitted | Evaluated | Checkpointed | PeerProgress
+    PeerJoined | Waiting | Planned | Considered | Prepared | StepCommitted | Evaluated | Checkpointed | PeerProgress
     | PeerGone | Ended
 )  # fmt: skip

@@ -98,7 +98,8 @@ class StageWorker:
     ) -> None:
         self._stage = stage
         self._actions = tuple(actions)
-        self._epoch, self._device, self._send, self._duty, self._clock = epoch, device, send, duty, clock
+        self._epoch, self._device, self._send, self._clock = epoch, device, send, clock
+        self.duty = duty
         self._mailbox = Mailbox()
         self._runner = StageRunner(
             stage, seed=seed, num_microbatches=train.microbatches, device=device, recompute=recompute
@@ -264,12 +265,12 @@ class StageWorker:
     def _compute(self, label: str, work: Callable[[], T]) -> T:
         start = self._clock()
         result = work()
-        if self._device.type == "cuda" and self._duty < 1:
+        if self._device.type == "cuda" and self.duty < 1:
             torch.cuda.synchronize(self._device)
         self._note("compute", label, start)
-        if self._duty < 1:
+        if self.duty < 1:
             rest = self._clock()
-            time.sleep((rest - start) * (1 / self._duty - 1))
+            time.sleep((rest - start) * (1 / self.duty - 1))
             self._note("rest", label, rest)
         return result
 

@@ -1,10 +1,11 @@
 """A plan, and what each of its stages is told: its part of the graph, and its actions. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from . import planner, protocol, schedule
 from .base import Link, Peer, Plan
+from .blocks import CostModel
 from .config import JobConfig
 from .errors import PlanError
 from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
@@ -35,7 +36,13 @@ class Layout:
 
 
 def lay_out(
-    job: JobConfig, graph: OpGraph, peers: Sequence[Peer], epoch: int, given: Plan | None, links: Sequence[Link]
+    job: JobConfig,
+    graph: OpGraph,
+    peers: Sequence[Peer],
+    epoch: int,
+    given: Plan | None,
+    links: Sequence[Link],
+    costs: CostModel | None = None,
 ) -> Layout:
     """Make a plan, or take the `given` one, and cut the graph by it. Raises `PlanError` if it would not run."""
     train = job.train
@@ -63,9 +70,12 @@ def lay_out(
     return Layout(plan, stages, graphs, words, tuple(stage_modules(graph, bounds)))
 
 
-def handover(old: Layout, new: Layout) -> tuple[list[tuple[protocol.Move, ...]], dict[str, tuple[protocol.Gift, ...]]]:
+def handover(
+    old: Layout, new: Layout, given: Collection[str] = ()
+) -> tuple[list[tuple[protocol.Move, ...]], dict[str, tuple[protocol.Gift, ...]]]:
     """How the stages of one layout get the state that those of another have: by new stage what it takes over and from
-    whom, and by peer what it gives. Every new stage's parameters and buffers are there; a peer keeps what it has."""
+    whom, and by peer what it gives. Every new stage's parameters and buffers are there, but those that are `given`,
+    which can be fetched by their content; a peer keeps what it has."""
     owner: dict[str, str] = {}
     holds: dict[str, set[str]] = {}
     for peer, stage in zip(old.names, old.stages, strict=True):
@@ -74,7 +84,7 @@ def handover(old: Layout, new: Layout) -> tuple[list[tuple[protocol.Move, ...]],
     moves: list[tuple[protocol.Move, ...]] = []
     gifts: dict[str, dict[str, list[str]]] = {}
     for peer, stage in zip(new.names, new.stages, strict=True):
-        names = (*stage.parameters, *stage.buffers)
+        names = [name for name in (*stage.parameters, *stage.buffers) if name not in given]
         trained = {name for name, parameter in stage.parameters.items() if parameter.requires_grad}
         sources = {n: peer if n in holds.get(peer, ()) and n not in trained else owner[n] for n in names}
         moves.append(tuple(protocol.Move(name, source) for name, source in sources.items()))

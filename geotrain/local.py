@@ -161,6 +161,24 @@ def read_topology(path: Path) -> Topology:
         raise ConfigError(f"{path}: cannot read the topology: {error}; check the path") from None
 
 
+class TopologyFile:
+    """A network to act out, from a file that may change meanwhile. Raises `ConfigError` as `read_topology` does."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.topology = read_topology(path)
+        self._text = path.read_bytes()
+
+    def changed(self) -> Topology | None:
+        """The network in the file, if it is another one than last time. One that makes no sense is passed over."""
+        with contextlib.suppress(OSError, ConfigError):
+            text = self._path.read_bytes()
+            if text != self._text:
+                self._text, self.topology = text, read_topology(self._path)
+                return self.topology
+        return None
+
+
 def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None  # it was asked for
     return process.stdin

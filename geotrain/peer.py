@@ -22,7 +22,8 @@ from torch import Tensor
 
 from . import protocol
 from .admission import Admission, expectations, moved
-from .base import COORDINATOR, ONCE, PROTOCOL_VERSION, Frame, FrameKey, TensorSpec
+from .base import COORDINATOR, ONCE, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
+from .cache import TensorCache, fetch_tensors
 from .channel import Dialled
 from .coding import Codecs, Decoder, Encoder, absent, raw_frame
 from .config import PeerConfig, TrainConfig
@@ -32,15 +33,22 @@ from .graph.serial import tensor_spec
 from .identity import Ticket
 from .loops import run
 from .machine import free_memory_bytes, kind, measured_flops_per_s, pick_device
+from .probe import measure
 from .stagethread import Held, Machine, StageThread, one_line
-from .survey import Survey
+from .survey import LONG_BYTES, VALUE, Survey, frame_of
 from .topology import Topology
 from .transfers import plain
+from .transports.base import Admit
 from .transports.direct import DirectTransport
 from .weights import tensor_chunks, tensor_memory
 
 _SAY_S = 10.0
 """At least so often a line says what the peer does or waits for."""
+
+_IDLE_S = 10.0
+"""A peer without a stage measures its speed so often: it may have become of use."""
+
+_CHANGED_S = 0.5
 
 _LINK_GRACE_S = 5.0
 """That a peer is gone is the coordinator's to say. Only where it still sees the peer is the link to blame."""
@@ -55,12 +63,15 @@ class PeerProcess:
         ticket: Ticket,
         *,
         topology: Topology | None = None,
+        changed: Callable[[], Topology | None] = lambda: None,
         say: Callable[[str], None] = print,
     ) -> None:
+        self._changed = changed
         self.name = config.name or f"{socket.gethostname().partition('.')[0][:50]}-{uuid.uuid4().hex[:4]}"
         self._config, self._ticket, self._say = config, ticket, say
         self._machine = Machine(pick_device(config.device), config.duty, config.threads)
         self._dialled = Dialled(ticket)
+        self._cache = TensorCache(config.cache, self.name)
         self._transport = DirectTransport(
             self.name, run=ticket.run, token=ticket.token, on_frame=self._on_frame, on_lost=self._on_lost,
             topology=topology, host=config.host, port=config.port,
@@ -90,6 +101,7 @@ class PeerProcess:
             self._tell(f"{self.name} has joined {welcome.run}")
             self._spawn(self._write())
             self._spawn(self._heartbeat(welcome.heartbeat_s))
+            self._spawn(self._act_out())
             return await self._serve()
         finally:
             await self._close()
@@ -109,11 +121,14 @@ class PeerProcess:
                 case protocol.Survey() as survey:
                     await self._retire()
                     self._survey = Survey(self._transport, survey.epoch, survey.roster)
-                    self._spawn(self._look_around(self._survey))
+                    self._spawn(self._look_around(self._survey, survey.blocks))
                 case protocol.Prepare() as prepare:
                     await self._become(prepare)
                 case protocol.Release() as release:
                     await self._release(release)
+                case protocol.Probe(epoch, dst, nbytes):
+                    frame = frame_of(epoch, 0, min(nbytes, LONG_BYTES))
+                    self._spawn(self._deliver(dst, frame))
                 case protocol.Instruct(epoch, instructions):
                     if self._stage is not None and self._stage.epoch == epoch:
                         self._stage.instruct(instructions)
@@ -123,8 +138,14 @@ class PeerProcess:
                 case protocol.Welcome():
                     raise RemoteProtocolError("a second welcome")
 
-    async def _look_around(self, survey: Survey) -> None:
-        self._post(protocol.Surveyed(survey.epoch, await survey.run()))
+    async def _look_around(self, survey: Survey, blocks: Sequence[bytes]) -> None:
+        links = await survey.run()
+        flops_per_s, times = 0.0, ()
+        if blocks:
+            graphs = [graph for data in blocks if isinstance(graph := from_bytes(data), StageGraph)]
+            machine = self._machine
+            flops_per_s, times = await asyncio.to_thread(measure, graphs, machine.device, machine.threads)
+        self._post(protocol.Surveyed(survey.epoch, links, flops_per_s, times))
 
     async def _become(self, prepare: protocol.Prepare) -> None:
         held = await self._retire(bool(prepare.moves or prepare.gifts))
@@ -140,7 +161,7 @@ class PeerProcess:
         expected = {**expectations(stage, prepare.names), **moved(stage, sources, train)}
         admission = Admission(prepare.epoch, expected, train.microbatches)
         roster = {**prepare.roster, COORDINATOR: self._dialled.address}
-        self._transport.set_roster(prepare.epoch, roster, admission.check)
+        self._transport.set_roster(prepare.epoch, roster, _or_test(prepare.epoch, admission.check))
         self._give(prepare.epoch, prepare.step, prepare.gifts, held)
         codecs = Codecs(prepare.codec_forward, prepare.codec_backward)
         self._coding = _Coding(stage, codecs, prepare.seed, self._machine, self._failed)
@@ -152,8 +173,8 @@ class PeerProcess:
         )
 
     async def _release(self, release: protocol.Release) -> None:
-        held = await self._retire(True)
-        self._transport.set_roster(release.epoch, release.roster, _refuse_frames)
+        held = await self._retire(bool(release.gifts))
+        self._transport.set_roster(release.epoch, release.roster, _or_test(release.epoch, _refuse_frames))
         self._give(release.epoch, release.step, release.gifts, held)
         self._tell(f"epoch {release.epoch}: no stage; waiting for a plan")
 
@@ -197,24 +218,13 @@ class PeerProcess:
         if self._coding is not None:
             self._coding.encoder.codecs = codecs
 
-    def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> concurrent.futures.Future[None]:
-        return asyncio.run_coroutine_threadsafe(self._fetch(epoch, into), self._loop)
+    def fetch(
+        self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]
+    ) -> concurrent.futures.Future[None]:
+        return asyncio.run_coroutine_threadsafe(self._fetch(epoch, into, digests), self._loop)
 
-    async def _fetch(self, epoch: int, into: Mapping[str, Tensor]) -> None:
-        spans = [tensor_memory(tensor) for tensor in into.values() if tensor.numel()]
-        at, offset = 0, 0
-        async for chunk in self._dialled.fetch(epoch, list(into)):
-            view = memoryview(chunk)
-            while len(view):
-                if at == len(spans):
-                    raise RemoteProtocolError("more weights came than were asked for")
-                part = view[: len(spans[at]) - offset]
-                spans[at][offset : offset + len(part)] = part
-                view, offset = view[len(part) :], offset + len(part)
-                if offset == len(spans[at]):
-                    at, offset = at + 1, 0
-        if at < len(spans):
-            raise RemoteError("fewer weights came than were asked for")
+    async def _fetch(self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
+        await fetch_tensors(partial(self._dialled.fetch, epoch), into, digests, self._cache)
 
     def upload(
         self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
@@ -260,6 +270,8 @@ class PeerProcess:
         stage, coding = self._stage, self._coding
         if self._survey is not None and self._survey.epoch == frame.key.epoch:
             self._survey.on_frame(src, frame)
+        elif frame.key.value == VALUE and frame.key.direction == "M":
+            pass
         elif stage is not None and coding is not None and stage.epoch == frame.key.epoch:
             coding.decode(frame, lambda tensor: stage.put(frame.key, tensor))
 
@@ -271,7 +283,7 @@ class PeerProcess:
     def _on_lost(self, name: str, reason: str) -> None:
         if self._survey is not None:
             self._survey.on_lost(name)
-        if self._stage is not None:
+        if self._stage is not None and name in (*self._names, COORDINATOR):
             self._loop.call_later(_LINK_GRACE_S, self._still_lost, self._stage.epoch, name, reason)
 
     def _still_lost(self, epoch: int, name: str, reason: str) -> None:
@@ -286,17 +298,38 @@ class PeerProcess:
                 await self._dialled.send(await self._outbox.get())
 
     async def _heartbeat(self, every_s: float) -> None:
-        silent_s = 0.0
+        silent_s = idle_s = 0.0
         while True:
-            stage = self._stage
+            stage, speed, links = self._stage, 0.0, list[LinkUse]()
             doing = stage.doing if stage is not None else "waiting for a plan"
             epoch, step = (stage.epoch, stage.step) if stage is not None else (0, 0)
-            self._outbox.put_nowait(protocol.Progress(epoch, step, doing[:1000]))
+            if stage is None and self._survey is None:
+                links = [use for use in self._transport.used() if use.timed_bytes]
+                idle_s += every_s
+                if idle_s >= _IDLE_S:
+                    idle_s, speed = (
+                        0.0,
+                        self._machine.duty
+                        * await asyncio.to_thread(measured_flops_per_s, self._machine.device, self._machine.threads),
+                    )
+            self._outbox.put_nowait(protocol.Progress(epoch, step, doing[:1000], speed, tuple(links)))
             silent_s += every_s
             if silent_s >= _SAY_S:
                 self._tell(f"{self.name}: step {step}, {doing}")
                 silent_s = 0.0
             await asyncio.sleep(every_s)
+
+    async def _act_out(self) -> None:
+        """Keep to the network as it is acted out now, and to this peer's place in it."""
+        while True:
+            await asyncio.sleep(_CHANGED_S)
+            topology = self._changed()
+            if topology is not None:
+                self._transport.reshape(topology)
+                if self.name in topology.peers:
+                    self._machine.duty = topology.peers[self.name].duty
+                if self._stage is not None and self._stage.worker is not None:
+                    self._stage.worker.duty = self._machine.duty
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -366,6 +399,17 @@ class _Coding:
             threads.submit(guarded)
 
 
+def _or_test(epoch: int, admit: Admit) -> Admit:
+    """Admits test frames, too; they are timed and thrown away."""
+
+    def check(src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool) -> None:
+        test = (epoch, "M", VALUE, "identity", TensorSpec((nbytes,), "uint8"))
+        if (key.epoch, key.direction, key.value, codec, spec) != test or nbytes > LONG_BYTES:
+            admit(src, key, codec, spec, nbytes, absent)
+
+    return check
+
+
 def _refuse_frames(*_: object) -> None:
     raise RemoteProtocolError("a peer without a stage takes no frames")
 
@@ -375,10 +419,12 @@ def main(
     ticket: str,
     *,
     topology: Topology | None = None,
+    changed: Callable[[], Topology | None] = lambda: None,
     parent_pipe: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Join and work; returns the exit code. `parent_pipe`: this process was started by another of ours, which
+    """Join and work; returns the exit code. `topology` is a network to act out; `changed` gives another one when it is
+    to become that. `parent_pipe`: this process was started by another of ours, which
     holds our standard input open, takes care of Ctrl+C, and takes us with it when it dies, however it dies.
 
     Raises `TicketError` or `UserError`, one line, if there is nothing to join.
@@ -388,13 +434,11 @@ def main(
     if parent_pipe:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_die_with_parent, daemon=True).start()
-    return run(_run(config, Ticket.parse(ticket), topology, parent_pipe, say))
+    peer = PeerProcess(config, Ticket.parse(ticket), topology=topology, changed=changed, say=say)
+    return run(_run(peer, parent_pipe, say))
 
 
-async def _run(
-    config: PeerConfig, ticket: Ticket, topology: Topology | None, parent_pipe: bool, say: Callable[[str], None]
-) -> int:
-    peer = PeerProcess(config, ticket, topology=topology, say=say)
+async def _run(peer: PeerProcess, parent_pipe: bool, say: Callable[[str], None]) -> int:
     loop = asyncio.get_running_loop()
     if not parent_pipe:
         with contextlib.suppress(NotImplementedError):  # Windows

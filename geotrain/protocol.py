@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from .base import LinkUse, StageReport, TensorSpec
+from .blocks import BlockTime
 from .errors import RemoteProtocolError
 
 CHUNK_BYTES = 1 << 20
@@ -25,10 +26,12 @@ MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class NamedSpec:
-    """A tensor by name, with the shape and dtype the sender of the record has in mind."""
+    """A tensor by name, with the shape and dtype the sender of the record has in mind. `digest` is the SHA-256 of its
+    bytes, in hex, where it is of the weights that no step changes; such tensors are in no checkpoint."""
 
     name: str
     spec: TensorSpec
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What a peer saw of the links to it."""
+    """What a peer saw of the links to it, and how long the blocks of the survey took, while it did `flops_per_s`."""
 
     epoch: int
     links: tuple[LinkUse, ...]
+    flops_per_s: float
+    times: tuple[BlockTime, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +96,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A heartbeat: what the peer does, and what it waits for."""
+    """A heartbeat: what the peer does, and what it waits for. One without a stage also says what it can do now
+    (`flops_per_s`, 0: not measured again), and what came over the links to it."""
 
     epoch: int
     step: int
     state: str
+    flops_per_s: float = 0.0
+    links: tuple[LinkUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +129,12 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Send test frames to everybody in `roster`, take theirs, and say what the links are like."""
+    """Send test frames to everybody in `roster`, take theirs, and say what the links are like. Then time `blocks` of
+    the model, as stage graphs' bytes."""
 
     epoch: int
     roster: dict[str, str]
+    blocks: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +242,15 @@ Instruction = Train | Codecs | Commit | Evaluate | Checkpoint | Gradients
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Send a test frame of `nbytes` to `dst`."""
+
+    epoch: int
+    dst: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Instruct:
     """Work for the peer's queue, in order."""
 
@@ -249,12 +268,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for tensors of this epoch; the answer is their raw bytes, one after the other, in chunks."""
+    """Asks for tensors of this epoch; the answer is their raw bytes, one after the other, in chunks, without the first
+    `skip` bytes."""
 
     run: str
     token: bytes
     epoch: int
     names: tuple[str, ...]
+    skip: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,15 +293,15 @@ class Store:
 
 
 FromPeer = Hello | Surveyed | Loaded | Ready | Scored | Saved | Progress | Failed | Leaving
-FromCoordinator = Welcome | Survey | Prepare | Release | Instruct | Leave
+FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Instruct | Leave
 Transfer = Fetch | Store
 Message = FromPeer | FromCoordinator | Transfer
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _LIMITS: Mapping[type[Any], int] = {
-    Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 4 * _KIB,
+    Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 32 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
-    Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: 3 * _MIB, Surveyed: 3 * _MIB, Release: 3 * _MIB,
+    Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB, Probe: _KIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

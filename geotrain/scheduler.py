@@ -1,36 +1,199 @@
-"""What was measured, and the plans that follow from it. Pure."""
+"""What was measured of peers, links and codecs, and the plans that follow from it. Pure.
 
-from collections.abc import Iterable, Sequence
-from itertools import permutations
+A plan begins with what a survey said and goes on with what the steps say. Where a part is not as planned, the planner
+is asked again, with the figures of today; the run goes over to another plan where that is worth its cost.
+"""
 
-from .base import Link, LinkUse, Peer, Plan
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from . import events, replan
+from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport
+from .blocks import BlockTime, CostModel, Profile, to_measure
 from .config import JobConfig
-from .graph import OpGraph
+from .cost import stage_cost
+from .errors import PlanError
+from .graph import OpGraph, to_bytes
 from .layout import Layout, lay_out
+from .links import LinkBook, Probe
+from .simulator import Timeline, simulate
+from .workload import Seconds, workload
+
+_RECENT = 5
+"""So many steps say how fast a peer is."""
+
+_PROBE_EVERY_S = 5.0
+
+Known = Sequence[tuple[Peer, str]]
+"""Peers, as they introduced themselves, and the kind of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything that a plan is made from, as it is at one moment."""
+
+    peers: tuple[Peer, ...]
+    links: tuple[Link, ...]
+    costs: CostModel
+    codec_seconds: Seconds
+    commit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of looking for a better plan. `layout` is None if the run stays with the plan that it has."""
+
+    layout: Layout | None
+    reason: str
 
 
 class Scheduler:
-    """Plans for one job."""
+    """Plans for one job. Times are seconds on one clock."""
 
     def __init__(self, job: JobConfig, graph: OpGraph) -> None:
         self._job, self._graph = job, graph
-        self._uses: dict[tuple[str, str], LinkUse] = {}
+        self._book = LinkBook()
+        self._profiles: dict[str, Profile] = {}
+        self._speeds: dict[str, deque[float]] = {}
+        self._idle_speeds: dict[str, float] = {}
+        self._codecs: dict[str, CodecUse] = {}
+        self._overheads: deque[float] = deque(maxlen=_RECENT)
+        self._watch: replan.Watch | None = None
+        self._layout: Layout | None = None
+        self._predicted: dict[str, float] = {}
+        self._plan_peers: dict[str, Peer] = {}
+        self._step_s = self._probed_s = 0.0
 
-    def saw(self, uses: Iterable[LinkUse]) -> None:
-        for use in uses:
-            if use.timed_bytes:
-                self._uses[use.src, use.dst] = use
+    # What is seen.
 
-    def links(self, names: Sequence[str]) -> list[Link]:
-        found: list[Link] = []
-        for src, dst in permutations(names, 2):
-            use, back = self._uses.get((src, dst)), self._uses.get((dst, src))
-            if use is not None and back is not None:
-                delay_s = max(0.0, ((use.delay_s or 0.0) + (back.delay_s or 0.0)) / 2)
-                found.append(Link(src, dst, use.timed_bytes / max(use.busy_s, 1e-9), delay_s))
-        return found
+    def saw(self, uses: Iterable[LinkUse], start_s: float, end_s: float, *, probe: bool = False) -> None:
+        """What receivers saw of links."""
+        self._book.saw(uses, start_s, end_s, probe=probe)
 
-    def lay_out(self, peers: Sequence[Peer], epoch: int, given: Plan | None = None) -> Layout:
-        """Raises `PlanError`."""
-        links = self.links([peer.name for peer in peers])
-        return lay_out(self._job, self._graph, peers, epoch, given, links)
+    def to_measure(self, peer: Peer, kind: str) -> tuple[bytes, ...]:
+        """Blocks that a peer of this kind should time: none if one of its kind has been asked already."""
+        if kind in self._profiles:
+            return ()
+        self._profiles[kind] = Profile(1.0, {})
+        return tuple(to_bytes(block.graph) for block in to_measure(self._graph, peer))
+
+    def measured(self, peer: Peer, kind: str, flops_per_s: float, times: Sequence[BlockTime]) -> None:
+        """What came of `to_measure`. A peer that answers something else is not believed."""
+        found = to_measure(self._graph, peer)
+        if flops_per_s > 0 and len(times) == len(found):
+            by_signature = {block.signature: time for block, time in zip(found, times, strict=True)}
+            self._profiles[kind] = Profile(flops_per_s, by_signature)
+
+    def rested(self, name: str, flops_per_s: float) -> None:
+        """What a peer without a stage can do now."""
+        self._idle_speeds[name] = flops_per_s
+        self._speeds.pop(name, None)
+
+    def began(self, layout: Layout, known: Known, now_s: float) -> None:
+        """A plan comes into force."""
+        self._layout, self._step_s = layout, now_s
+        question = self.ask(known, now_s)
+        self._plan_peers = {peer.name: peer for peer in question.peers}
+        timeline = self._simulated(layout, question)
+        self._watch = replan.Watch(replan.expected(timeline, question.links))
+        self._predicted = {stage.peer: stage.forward_s + stage.backward_s for stage in timeline.workload.stages}
+
+    def committed(self, event: events.StepCommitted, now_s: float) -> tuple[replan.Deviation, ...]:
+        """A step is over: what is not as planned any more."""
+        uses = [use for report in event.stages for use in report.links]
+        self._book.saw(uses, self._step_s, now_s)
+        self._step_s = now_s
+        for report in event.stages:
+            self._add(report)
+        self._overheads.append(max(0.0, event.seconds - max(report.seconds for report in event.stages)))
+        if self._watch is None:
+            return ()
+        figures = replan.measured(event.stages, self._job.train.microbatches)
+        self._watch, deviations = replan.observe(self._watch, figures)
+        return deviations
+
+    def _add(self, report: StageReport) -> None:
+        figures = replan.measured([report], self._job.train.microbatches)
+        seconds, predicted = figures["stage", report.peer], self._predicted.get(report.peer, 0.0)
+        if seconds > 0 and predicted > 0:
+            speed = self._plan_peers[report.peer].flops_per_s * predicted / seconds
+            self._speeds.setdefault(report.peer, deque(maxlen=_RECENT)).append(speed)
+        for use in report.codecs:
+            old = self._codecs.get(use.codec, CodecUse("", use.codec))
+            self._codecs[use.codec] = replace(
+                old, raw_bytes=old.raw_bytes + use.raw_bytes, encode_s=old.encode_s + use.encode_s,
+                decode_s=old.decode_s + use.decode_s, sampled_bytes=old.sampled_bytes + use.sampled_bytes,
+            )  # fmt: skip
+
+    def probes(self, names: Collection[str], now_s: float) -> list[Probe]:
+        """Test frames to be sent now."""
+        if now_s - self._probed_s < _PROBE_EVERY_S:
+            return []
+        self._probed_s = now_s
+        return self._book.probes(names, now_s)
+
+    # What follows.
+
+    def ask(self, known: Known, now_s: float) -> Question:
+        """All that is known at this moment of these peers."""
+        up, down = self._book.caps()
+        peers = tuple(
+            replace(
+                peer, flops_per_s=self._speed(peer), up_bytes_per_s=up.get(peer.name, peer.up_bytes_per_s),
+                down_bytes_per_s=down.get(peer.name, peer.down_bytes_per_s),
+            )
+            for peer, _ in known
+        )  # fmt: skip
+        kinds = {peer.name: kind for peer, kind in known}
+        profiles = {kind: profile for kind, profile in self._profiles.items() if profile.times}
+        seconds = {
+            name: (use.encode_s / use.raw_bytes, use.decode_s / use.sampled_bytes if use.sampled_bytes else 0.0)
+            for name, use in self._codecs.items()
+            if use.raw_bytes
+        }
+        commit_s = median(self._overheads) if self._overheads else 0.0
+        links = tuple(self._book.links([peer.name for peer in peers], now_s))
+        return Question(peers, links, CostModel(self._graph, kinds, profiles), seconds, commit_s)
+
+    def lay_out(self, question: Question, epoch: int, given: Plan | None = None) -> Layout:
+        """A plan (or the `given` one) and what its stages are told. Raises `PlanError` if there is none."""
+        return lay_out(self._job, self._graph, question.peers, epoch, given, question.links, question.costs)
+
+    def better(self, question: Question, layout: Layout, steps_left: int, because: Sequence[replan.Deviation]) -> Found:
+        """Whether another plan than that of `layout` is worth going over to."""
+        current = layout.plan
+        try:
+            proposed = self.lay_out(question, current.epoch)
+        except PlanError as error:
+            return Found(None, f"no other plan: {error}")
+        moves = replan.transfers(current, proposed.plan, self._state_bytes)
+        up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
+        down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
+        verdict = replan.decide(
+            current, proposed.plan, now_s=self._simulated(layout, question).step_seconds,
+            proposed_s=self._simulated(proposed, question).step_seconds, steps_left=steps_left,
+            copy_s=replan.copy_seconds(moves, question.links, up, down), border_s=question.commit_s, background=False,
+            because=because,
+        )  # fmt: skip
+        if isinstance(verdict, replan.Switch):
+            return Found(proposed, verdict.reason)
+        return Found(None, "; ".join([*map(str, because), verdict.reason]))
+
+    def _simulated(self, layout: Layout, question: Question) -> Timeline:
+        return simulate(
+            workload(
+                layout.plan, layout.stages, question.costs, question.peers, question.links, question.codec_seconds,
+                question.commit_s,
+            )
+        )  # fmt: skip
+
+    def _speed(self, peer: Peer) -> float:
+        seen = self._speeds.get(peer.name)
+        return median(seen) if seen else self._idle_speeds.get(peer.name, peer.flops_per_s)
+
+    def _state_bytes(self, first_op: int, end_op: int) -> int:
+        train = self._job.train
+        cost = stage_cost(self._graph, first_op, end_op, train.optimizer, train.momentum)
+        return cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes

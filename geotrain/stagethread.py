@@ -42,13 +42,15 @@ class Loop(Protocol):
 
     def post(self, message: protocol.FromPeer) -> None: ...
     def use_codecs(self, codecs: Codecs) -> None: ...
-    def fetch(self, epoch: int, into: Mapping[str, Tensor]) -> "concurrent.futures.Future[None]": ...
+    def fetch(
+        self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]
+    ) -> "concurrent.futures.Future[None]": ...
     def upload(
         self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
     ) -> "concurrent.futures.Future[None]": ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Machine:
     """How this machine computes."""
 
@@ -77,6 +79,7 @@ class StageThread:
         self.worker: StageWorker | None = None
         self._prepare, self._machine, self._send, self._loop = prepare, machine, send, loop
         self._name, self._kept = prepare.names[prepare.stage], dict(kept)
+        self._given: dict[str, str] = {}
         self._moved = Mailbox()
         self._instructions: queue.SimpleQueue[protocol.Instruction | None] = queue.SimpleQueue()
         self._transfer: concurrent.futures.Future[None] | None = None
@@ -157,7 +160,13 @@ class StageThread:
             if problem is not None:
                 raise RemoteProtocolError(f"the coordinator wants {name!r} loaded, but {problem}")
             fetched[name] = torch.empty(spec.shape, dtype=to_dtype(spec.dtype))
-        self._transfer = self._loop.fetch(self.epoch, fetched)
+        self._given = {tensor.name: tensor.digest for tensor in prepare.fetch if tensor.digest}
+        kept = {name: self._kept[name][name] for name in self._given if name in self._kept}
+        for name, tensor in kept.items():
+            if tensor is not None:
+                fetched[name] = tensor
+        missing = {name: tensor for name, tensor in fetched.items() if kept.get(name) is None}
+        self._transfer = self._loop.fetch(self.epoch, missing, self._given)
         tensors: dict[str, Tensor] = {}
         moving = {move.name for move in prepare.moves}
         for name, entry in {**stage.parameters, **stage.buffers}.items():
@@ -219,7 +228,8 @@ class StageThread:
                     self._loop.post(protocol.Scored(self.epoch, step, tuple(losses)))
             case protocol.Checkpoint(step):
                 changing = {name for name, buffer in self.stage.buffers.items() if buffer.mutated}
-                state = {n: t.clone() if n in changing else t for n, t in worker.state().items()}
+                state = {n: t for n, t in worker.state().items() if n not in self._given}
+                state |= {n: t.clone() for n, t in state.items() if n in changing}
                 self._settle()
                 self._upload = self._loop.upload(self.epoch, self.index, step, False, state)
                 self._doing = "waiting for instructions"

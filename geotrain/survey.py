@@ -22,9 +22,18 @@ _FAST_S = 0.02
 
 _LIMIT_S = 15.0
 
-_VALUE = "survey"
+VALUE = "survey"
+"""The name in all test frames."""
+
 _END = 2
 """The number of the last frame from each peer; it is empty."""
+
+
+def frame_of(epoch: int, number: int, nbytes: int) -> Frame:
+    """A test frame."""
+    noise = torch.randint(256, (nbytes,), dtype=torch.uint8)  # nothing on the way can shorten it
+    key = FrameKey(epoch, 0, number, VALUE, "M")
+    return Frame(key, "identity", TensorSpec((nbytes,), "uint8"), list(raw(noise)))
 
 
 class Survey:
@@ -72,12 +81,10 @@ class Survey:
             self.on_lost(name)
 
     async def _send(self, name: str, number: int, nbytes: int) -> None:
-        noise = torch.randint(256, (nbytes,), dtype=torch.uint8)  # nothing on the way can shorten it
-        key = FrameKey(self.epoch, 0, number, _VALUE, "M")
-        await self._transport.send(name, Frame(key, "identity", TensorSpec((nbytes,), "uint8"), list(raw(noise))))
+        await self._transport.send(name, frame_of(self.epoch, number, nbytes))
 
     def _check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
         sizes = {0: SHORT_BYTES, 1: LONG_BYTES, _END: 0}
-        right = key.epoch == self.epoch and (key.value, key.direction, codec) == (_VALUE, "M", "identity")
+        right = key.epoch == self.epoch and (key.value, key.direction, codec) == (VALUE, "M", "identity")
         if not right or nbytes != sizes.get(key.microbatch) or spec != TensorSpec((nbytes,), "uint8"):
             raise RemoteProtocolError(f"{src} sends something else where a test frame belongs")

@@ -319,8 +319,8 @@ def test_links_are_measured_before_the_first_plan():
     run.join("anna")
     assert kinds(run.join("ben")) == ["Welcome", "Emit", "Emit", "Survey"]
     assert run.last(runstate.Survey) == runstate.Survey(1, ("anna", "ben"))
-    assert run.say("anna", protocol.Surveyed(1, ())) == []
-    assert kinds(run.say("ben", protocol.Surveyed(1, ()))) == ["Emit", "Propose"]
+    assert run.say("anna", protocol.Surveyed(1, (), 0.0, ())) == []
+    assert kinds(run.say("ben", protocol.Surveyed(1, (), 0.0, ()))) == ["Emit", "Propose"]
     run.choose_plan()
     run.load()
     run.join("carl")
@@ -333,7 +333,7 @@ def test_a_survey_does_not_wait_for_ever(how):
     run = Run(survey=True, survey_s=30.0, silence_s=1e9)
     run.join("anna")
     run.join("ben")
-    run.say("anna", protocol.Surveyed(1, ()))
+    run.say("anna", protocol.Surveyed(1, (), 0.0, ()))
     run.now_s = 31.0
     run.do(runstate.Tick() if how == "silence" else runstate.Lost("ben", "gone"))
     assert run.state.phase == "planning" and len(run.last(runstate.Propose).peers) == (2 if how == "silence" else 1)
@@ -445,7 +445,7 @@ class Swarm(RuleBasedStateMachine):
     @rule()
     def look(self):
         for name in sorted(self.run.state.surveying):
-            self.do(runstate.Said(name, protocol.Surveyed(self.run.state.epoch, ())))
+            self.do(runstate.Said(name, protocol.Surveyed(self.run.state.epoch, (), 0.0, ())))
 
     @precondition(lambda self: self.run.state.phase == "training")
     @rule(data=st.data(), codecs_only=st.booleans())

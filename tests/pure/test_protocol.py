@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from geotrain import protocol
 from geotrain.base import CodecUse, LinkUse, Span, StageReport, TensorSpec
+from geotrain.blocks import BlockTime
 from geotrain.errors import RemoteProtocolError
 
 REPORT = StageReport(
@@ -23,7 +24,7 @@ SPEC = protocol.NamedSpec("w", TensorSpec((2, 3), "float32", (1, 2)))
 
 EXAMPLES = [
     protocol.Hello(1, "r", b"secret", "anna", 1e9, 1 << 40, 0.5, "127.0.0.1:1", "cpu"),
-    protocol.Surveyed(1, REPORT.links),
+    protocol.Surveyed(1, REPORT.links, 1e9, (BlockTime(0.1, 0.1, 0.2, 100),)),
     protocol.Loaded(1, 0),
     protocol.Ready(1, REPORT),
     protocol.Scored(1, 4, (1.0, 2.0)),
@@ -32,7 +33,8 @@ EXAMPLES = [
     protocol.Failed(1, "no memory"),
     protocol.Leaving(),
     protocol.Welcome("r", 1.0),
-    protocol.Survey(1, {"anna": "h:1"}),
+    protocol.Survey(1, {"anna": "h:1"}, (b"\x00block",)),
+    protocol.Probe(1, "ben", 1 << 16),
     protocol.Prepare(
         2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,),
         (protocol.Move("w", "ben"),), (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
@@ -46,7 +48,7 @@ EXAMPLES = [
         ),
     ),
     protocol.Leave("done"),
-    protocol.Fetch("r", b"t", 1, ("w", "b")),
+    protocol.Fetch("r", b"t", 1, ("w", "b"), 0),
     protocol.Store("r", b"t", 1, 0, 2, False, (protocol.NamedSpec("w", TensorSpec((), "bfloat16")),)),
 ]  # fmt: skip
 
@@ -102,7 +104,7 @@ def test_an_unknown_instruction_is_refused():
 
 def test_each_kind_has_its_own_bound():
     with pytest.raises(RemoteProtocolError, match="over"):
-        protocol.encode(protocol.Progress(1, 1, "x" * 5000))
+        protocol.encode(protocol.Progress(1, 1, "x" * 40_000))
     kind = protocol.encode(protocol.Leaving())[:1]
     with pytest.raises(RemoteProtocolError, match="over"):
         protocol.decode(kind + b"\xc1" * 2000, protocol.FromPeer)
