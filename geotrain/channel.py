@@ -223,9 +223,10 @@ class Dialled:
             raise CoordinatorLost("the coordinator ended the connection")
         return protocol.decode(data, protocol.FromCoordinator)
 
-    async def fetch(self, epoch: int, names: Sequence[str]) -> AsyncIterator[bytes]:
-        """The tensors' bytes, one after the other, in chunks. Raises `RemoteError` if there are none."""
-        request = protocol.Fetch(self._ticket.run, self._ticket.token, epoch, tuple(names))
+    async def fetch(self, epoch: int, names: Sequence[str], skip: int = 0) -> AsyncIterator[bytes]:
+        """The tensors' bytes, one after the other, in chunks, without the first `skip`. Raises `RemoteError` if there
+        are none."""
+        request = protocol.Fetch(self._ticket.run, self._ticket.token, epoch, tuple(names), skip)
         call: Any = self._bulk_channel().unary_stream(f"/{_SERVICE}/Fetch")(protocol.encode(request))
         try:
             async for chunk in call:

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: written whole or not at all, opened, verified, pruned, exported. I/O.
+"""Checkpoints of a run: written whole or not at all, opened, verified, pruned. I/O.
 
 A checkpoint is a folder `checkpoints/step-00000100` with one safetensors file a stage and `manifest.json`.
 It is built in a hidden folder and renamed when every byte is on the disk, so that a crash at any moment
 leaves the one before whole.
 """
 
+import json
 import os
 import re
 import shutil
@@ -17,12 +18,15 @@ from .base import TensorSpec
 from .disk import disk_errors, hash_file, sync_folder, write_atomic
 from .errors import CheckpointError, RemoteProtocolError
 from .manifest import Manifest, ManifestFile
-from .weights import SINGLE, StreamingWriter, WeightStore, write_tensors
+from .weights import StreamingWriter, WeightStore
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 HF_FOLDER = "hf"
 """Where a run keeps config and tokenizer of the Hugging Face folder it came from."""
+
+BEST = "best.json"
+"""Says which checkpoint has the least held-out loss."""
 
 _NAME = re.compile(r"^step-(\d{8,})(\.old)?$")
 _HIDDEN = ".partial-"
@@ -167,11 +171,38 @@ def latest(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
     return None
 
 
+def set_best(run_dir: Path, step: int, loss: float) -> None:
+    """The checkpoint after `step` steps is the best so far; it is kept however old it gets."""
+    write_atomic(run_dir / BEST, json.dumps({"step": step, "held_out_loss": loss}).encode())
+
+
+def best_so_far(run_dir: Path) -> tuple[int, float] | None:
+    """What `set_best` was told last: the step and its held-out loss."""
+    try:
+        record: Any = json.loads((run_dir / BEST).read_bytes())
+        return int(record["step"]), float(record["held_out_loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def best(run_dir: Path) -> Checkpoint | None:
+    """The best checkpoint, if it is complete."""
+    found = best_so_far(run_dir)
+    try:
+        return None if found is None else open_checkpoint(run_dir / FOLDER / f"step-{found[0]:08d}")
+    except CheckpointError:
+        return None
+
+
 def prune(run_dir: str | os.PathLike[str], keep: int) -> None:
-    """Deletes all but the `keep` (at least 1) newest complete checkpoints, and older broken ones."""
+    """Deletes all but the `keep` (at least 1) newest complete checkpoints and the best, and older broken ones."""
     kept = 0
+    found = best_so_far(Path(run_dir))
+    best_name = None if found is None else f"step-{found[0]:08d}"
     for path in _folders(run_dir):
         if kept >= max(keep, 1):
+            if path.name == best_name:
+                continue
             shutil.rmtree(path, ignore_errors=True)
             continue
         try:
@@ -187,30 +218,3 @@ def _folders(run_dir: str | os.PathLike[str]) -> Iterator[Path]:
     matches = [m for m in map(_NAME.match, os.listdir(root) if root.is_dir() else []) if m]
     for match in sorted(matches, key=lambda m: (-int(m[1]), m[2] is not None)):
         yield root / match[0]
-
-
-def export(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> Path:
-    """The latest checkpoint's parameters and persistent buffers as one `model.safetensors`; returns its path.
-
-    Tied parameters are kept once; the metadata maps their other names to it, as
-    `safetensors.torch.save_model` does, so that `safetensors.torch.load_model` and `from_pretrained` accept
-    the file. Where the run came from a Hugging Face folder, its config and tokenizer files are copied
-    beside it. Streams: O(chunk) memory.
-
-    Raises `CheckpointError` if the run has no complete checkpoint or its hashes do not match.
-    """
-    run_dir, out_dir = Path(run_dir), Path(out_dir)
-    checkpoint = latest(run_dir)
-    if checkpoint is None:
-        raise CheckpointError(f"run {run_dir} has no complete checkpoint to export; let it train until it writes one")
-    with checkpoint.store as store:
-        verify(checkpoint)
-        specs = {name: store.spec(name) for name in checkpoint.manifest.state_dict_names}
-        with disk_errors(out_dir, "the export"):
-            out_dir.mkdir(parents=True, exist_ok=True)
-        write_tensors(out_dir / SINGLE, specs, store.chunks, checkpoint.manifest.ties)
-    with disk_errors(out_dir, "the export"):
-        for source in sorted((run_dir / HF_FOLDER).glob("*")):
-            if source.is_file() and source.suffix != ".safetensors" and not source.name.endswith(".index.json"):
-                shutil.copyfile(source, out_dir / source.name)
-    return out_dir / SINGLE

@@ -16,9 +16,14 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 
+HUB = "hub:"
+"""Begins a path that is a name on the Hugging Face hub."""
+
 
 def _beside_the_file(path: str, info: ValidationInfo) -> str:
     folder = (info.context or {}).get("folder")
+    if path.startswith(HUB):
+        return path
     try:
         return str(Path(folder, Path(path).expanduser())) if folder else path
     except RuntimeError:
@@ -61,7 +66,12 @@ class RunConfig(Section):
     """Weights, dropout and the order of the data follow from it."""
 
 
-class GptModel(Section):
+class ModelSection(Section):
+    freeze: tuple[str, ...] = ()
+    """Patterns such as `"embedding.*"` or `"*.bias"`: parameters whose names match one are not trained."""
+
+
+class GptModel(ModelSection):
     """[model] kind = "gpt": the built-in decoder. Llama's shape by default, GPT-2's by options."""
 
     kind: Literal["gpt"] = "gpt"
@@ -115,16 +125,38 @@ class GptModel(Section):
         return self
 
 
-class HfModel(Section):
+class LoraSection(Section):
+    """[model.lora]: the model's weights are frozen; beside its linear layers, pairs of thin matrices are trained
+    (Hu et al. 2021, arXiv:2106.09685), by `peft`."""
+
+    r: Count = 8
+    """Rank: the inner width of each pair."""
+
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """The pairs' contribution is scaled by alpha / r."""
+
+    dropout: Fraction = 0.0
+    """On the pairs' input."""
+
+    targets: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ("all-linear",)
+    """The layers that get a pair, by the ends of their names, such as `["q_proj", "v_proj"]`; all-linear: every
+    linear layer but the head."""
+
+
+class HfModel(ModelSection):
     """[model] kind = "hf": a model of Hugging Face transformers."""
 
     kind: Literal["hf"]
 
     path: InputPath
-    """Folder with config.json (and safetensors, unless `fresh`), or a config file."""
+    """Folder with config.json (and safetensors, unless `fresh`), a config file, a GGUF file, or `hub:` and a name on
+    the Hugging Face hub."""
 
     dtype: Dtype = "float32"
-    """Of the weights, whatever the folder's are."""
+    """Of the weights, whatever the folder's are. LoRA's own are float32."""
+
+    lora: LoraSection | None = None
+    """Train adapters instead of the model's own weights."""
 
     context: Count = 128
     """Tokens in one sample."""
@@ -133,7 +165,7 @@ class HfModel(Section):
     """Start from random weights instead of those in the folder."""
 
 
-class FactoryModel(Section):
+class FactoryModel(ModelSection):
     """[model] kind = "factory": your own module. Your code runs in the coordinator only."""
 
     kind: Literal["factory"]
@@ -178,7 +210,7 @@ class DataSection(Section):
 
 class TextSection(DataSection):
     tokenizer: InputPath | None = None
-    """A `tokenizers` JSON file; by default a token is a byte."""
+    """A `tokenizers` JSON file; by default the one in the model's Hugging Face folder, else a token is a byte."""
 
     shift: bool | None = None
     """Whether labels are the next tokens. By default yes, but for Hugging Face models, which shift them."""
@@ -208,13 +240,37 @@ class JsonlData(TextSection):
     kind: Literal["jsonl"]
 
     path: InputPaths
-    """One or several files or patterns."""
+    """One or several files or patterns, or folders that the `datasets` library saved."""
 
     field: str = "text"
     """The key that holds the text."""
 
     separator: str = "\n\n"
     """Put between records, for example the tokenizer's end-of-text token."""
+
+
+class InstructData(TextSection):
+    """[data] kind = "instruct": prompts and responses, one JSON object a line. Only the response is learned."""
+
+    kind: Literal["instruct"]
+
+    path: InputPaths
+    """One or several files or patterns, or folders that the `datasets` library saved."""
+
+    prompt: str = "prompt"
+    """The key of what is asked."""
+
+    response: str = "response"
+    """The key of what is to be answered."""
+
+    template: Annotated[str, like(r"(?s).*\{prompt\}.*", "text with {prompt} in it")] | None = None
+    """What stands before the response. By default the tokenizer's chat template, else "{prompt}\\n"."""
+
+    end: str | None = None
+    """What the response ends with. By default the tokenizer's end-of-text token, else a newline."""
+
+    pack: bool = True
+    """Put several short samples into one row where the model takes `position_ids`, and so keeps them apart."""
 
 
 class TokensData(DataSection):
@@ -248,6 +304,7 @@ DataConfig = Annotated[
     Annotated[EmbeddedData, Tag("embedded")]
     | Annotated[TextData, Tag("text")]
     | Annotated[JsonlData, Tag("jsonl")]
+    | Annotated[InstructData, Tag("instruct")]
     | Annotated[TokensData, Tag("tokens")]
     | Annotated[ImagesData, Tag("images")],
     kind_or("embedded"),
@@ -318,6 +375,12 @@ class EvaluateConfig(Section):
 
     microbatches: Annotated[int, Field(ge=0)] = 8
     """Held-out microbatches of one evaluation; 0: never evaluate."""
+
+    keep_best: bool = False
+    """Save a checkpoint at every evaluation and keep the one with the least held-out loss; it is what is exported."""
+
+    patience: Annotated[int, Field(ge=0)] = 0
+    """End the run when so many evaluations in a row have not lowered the held-out loss; 0: never."""
 
 
 class CheckpointConfig(Section):

@@ -110,12 +110,32 @@ def read_texts(paths: Sequence[str]) -> list[str]:
     return [_read_text(path) for path in expand(paths)]
 
 
-def read_jsonl(paths: Sequence[str], field: str) -> list[str]:
-    """The texts under `field`, one a line; blank lines are skipped."""
-    return [text for path in expand(paths) for text in _records(path, field)]
+def read_records(paths: Sequence[str], fields: Sequence[str]) -> list[tuple[str, ...]]:
+    """The texts under `fields` of every record: JSON, one a line, where blank lines are skipped; or a folder that
+    `datasets` saved."""
+    folders = [path for path in paths if Path(path).is_dir()]
+    files = [path for path in paths if path not in folders]
+    found = [texts for path in folders for texts in _saved_records(Path(path), fields)]
+    return found + [texts for path in expand(files) for texts in _records(path, fields)]
 
 
-def _records(path: Path, field: str) -> Iterator[str]:
+def _saved_records(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f'{path}: to read this folder, run `pip install "geotrain[datasets]"`') from None
+    try:
+        saved: Any = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path}: not a folder that the datasets library saved: {reason}") from None
+    if isinstance(saved, dict):
+        raise DataError(f"{path} holds {', '.join(map(repr, saved))}; name the folder of one of them")
+    for number, record in enumerate(saved, 1):
+        yield tuple(_text_of(record, field, f"{path}: record {number}") for field in fields)
+
+
+def _records(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, ...]]:
     # Not splitlines: JSON strings may hold the Unicode line separators that it splits at.
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
@@ -124,16 +144,21 @@ def _records(path: Path, field: str) -> Iterator[str]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: line {number} is not JSON: {error}") from None
-        if not isinstance(record, dict) or field not in record:
-            known = f"; it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else ""
-            raise DataError(f"{path}: line {number} has no {field!r}{known}; set [data] field")
-        if not isinstance(record[field], str):
-            raise DataError(f"{path}: line {number}: {field!r} is {type(record[field]).__name__}, not text")
-        try:
-            record[field].encode()
-        except UnicodeEncodeError:  # JSON can write half of a surrogate pair, which is no character
-            raise DataError(f"{path}: line {number}: {field!r} holds half a surrogate pair; correct it") from None
-        yield record[field]
+        yield tuple(_text_of(record, field, f"{path}: line {number}") for field in fields)
+
+
+def _text_of(record: Any, field: str, where: str) -> str:
+    if not isinstance(record, dict) or field not in record:
+        known = f"; it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else ""
+        raise DataError(f"{where} has no {field!r}{known}; name the right key in [data]")
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {field!r} is {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can write half of a surrogate pair, which is no character
+        raise DataError(f"{where}: {field!r} holds half a surrogate pair; correct it") from None
+    return text
 
 
 def _read_text(path: Path) -> str:
@@ -199,3 +224,52 @@ def _plain_numbers(path: Path) -> Generator[None, None, None]:
         yield
     except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: not a numpy file of plain numbers: {' '.join(str(error).split())[:200]}") from None
+
+
+class ChatStyle:
+    """What stands round a prompt and a response.
+
+    Args:
+        template: text with {prompt} in it.
+        end: what a response ends with.
+    """
+
+    def __init__(self, template: str, end: str) -> None:
+        self._template, self._end = template, end
+
+    def before(self, prompt: str) -> str:
+        return self._template.replace("{prompt}", prompt)
+
+    def after(self, prompt: str, response: str) -> str:
+        return response + self._end
+
+
+class _ChatTemplate(ChatStyle):
+    """As a tokenizer of transformers writes a conversation."""
+
+    def __init__(self, tokenizer: Any, end: str) -> None:
+        super().__init__("", end)
+        self._tokenizer = tokenizer
+
+    def before(self, prompt: str) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def after(self, prompt: str, response: str) -> str:
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        text, before = self._tokenizer.apply_chat_template(messages, tokenize=False), self.before(prompt)
+        return text.removeprefix(before) if text.startswith(before) else super().after(prompt, response)
+
+
+def chat_style(folder: Path | None, template: str | None, end: str | None) -> ChatStyle:
+    """The style of a Hugging Face folder's tokenizer, as far as `template` and `end` leave it open."""
+    tokenizer: Any = None
+    if folder is not None and (folder / "tokenizer_config.json").is_file() and (template is None or end is None):
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if end is None:
+        end = getattr(tokenizer, "eos_token", None) or "\n"
+    if template is None and getattr(tokenizer, "chat_template", None):
+        return _ChatTemplate(tokenizer, end)
+    return ChatStyle(template or "{prompt}\n", end)

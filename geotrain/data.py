@@ -6,6 +6,8 @@ permutation keyed by (seed, n div N), so that every epoch sees every sample once
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import corpus
+from . import corpus, models
 from .config import (
     DataConfig,
     EmbeddedData,
     HfModel,
     ImagesData,
+    InstructData,
     JobConfig,
     JsonlData,
     TextData,
@@ -26,6 +29,10 @@ from .config import (
 )
 from .corpus import Array, Tokenizer
 from .errors import DataError
+from .graph.weigh import WEIGHT, Places
+from .instruct import IGNORED, Exchange, Exchanges
+
+_POSITIONS = "position_ids"
 
 Inputs = dict[str, Tensor]
 """One microbatch, by the names of the parameters of the model's forward."""
@@ -45,6 +52,9 @@ class Source(Protocol):
 
     tokenizer: Tokenizer | None
     """Turns text into tokens and back; None where the tokens came without one."""
+
+    masked: bool
+    """Whether microbatches may hold different numbers of places that the loss counts."""
 
     def train(self, step: int, microbatch: int) -> Inputs:
         """A pure function of the run's seed, the step and the microbatch, both from 0."""
@@ -68,11 +78,20 @@ def open_source(job: JobConfig) -> Source:
         names = data.names or ("input_ids" if hugging_face else "tokens", "labels")
         shift = data.shift if data.shift is not None else not hugging_face
         if isinstance(data, TokensData):
-            streams, vocab_size = corpus.read_tokens(data.path, data.dtype), data.vocab
+            streams = corpus.read_tokens(data.path, data.dtype)
+            samples = Windows(streams, job.model.context, data.vocab, names=names, shift=shift)
         else:
-            tokenizer = corpus.open_tokenizer(data.tokenizer)
-            streams, vocab_size = [tokenizer.encode(_text(data))], tokenizer.vocab_size
-        samples = Windows(streams, job.model.context, vocab_size, names=names, shift=shift)
+            tokenizer = corpus.open_tokenizer(tokenizer_path(job))
+            vocab_size = tokenizer.vocab_size
+            if isinstance(data, InstructData):
+                exchanges, context = _exchanges(job, data, tokenizer), job.model.context
+                pack = data.pack and isinstance(job.model, HfModel) and models.takes(job.model, _POSITIONS)
+                samples = Exchanges(
+                    exchanges, context, vocab_size, names=names, shift=shift, positions=_POSITIONS if pack else None
+                )
+            else:
+                text = [tokenizer.encode(_text(data))]
+                samples = Windows(text, job.model.context, vocab_size, names=names, shift=shift)
     source = SampledSource(
         samples,
         seed=job.run.seed,
@@ -85,6 +104,23 @@ def open_source(job: JobConfig) -> Source:
     return source
 
 
+def tokenizer_path(job: JobConfig) -> str | None:
+    """The tokenizer file of a job on text; None: a token is a byte."""
+    chosen: str | None = getattr(job.data, "tokenizer", None)
+    if chosen is None and isinstance(job.model, HfModel):
+        file = Path(job.model.path) / "tokenizer.json"
+        return str(file) if file.is_file() else None
+    return chosen
+
+
+def _exchanges(job: JobConfig, data: InstructData, tokenizer: Tokenizer) -> list[Exchange]:
+    folder = Path(job.model.path) if isinstance(job.model, HfModel) else None
+    style = corpus.chat_style(folder, data.template, data.end)
+    records = corpus.read_records(data.path, [data.prompt, data.response])
+    pairs = [(style.before(prompt), style.after(prompt, response)) for prompt, response in records]
+    return [Exchange(tokenizer.encode(before), tokenizer.encode(after)) for before, after in pairs]
+
+
 def _text(data: DataConfig) -> str:
     match data:
         case EmbeddedData():
@@ -92,7 +128,7 @@ def _text(data: DataConfig) -> str:
         case TextData():
             texts = corpus.read_texts(data.path)
         case JsonlData():
-            texts = corpus.read_jsonl(data.path, data.field)
+            texts = [text for (text,) in corpus.read_records(data.path, [data.field])]
         case _:
             raise DataError(f"data of kind {data.kind!r} is no text")
     if not any(text.strip() for text in texts):
@@ -202,6 +238,7 @@ class SampledSource:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.masked = isinstance(samples, Exchanges)
         self.vocab_size = samples.vocab_size
         self.tokens_per_microbatch = samples.tokens_per_sample * microbatch_size
         self._samples, self._seed = samples, seed
@@ -308,6 +345,7 @@ class BatchSource:
                 raise DataError(
                     f"{name} {list(tensor.shape)} cannot be cut into {microbatches} equal microbatches; change one"
                 )
+        self.masked = any(_is_masked(batch) for batch in (*self._batches, *self._held_out))
         self.held_out_microbatches = len(self._held_out) * microbatches
         self.tokens_per_microbatch = count_tokens(self.train(0, 0))
 
@@ -330,6 +368,7 @@ class FunctionSource:
     vocab_size: int | None = None
     tokenizer: Tokenizer | None = None
     held_out_microbatches = 0
+    masked = True
 
     def __init__(self, make: Callable[[int, int], Mapping[str, Tensor]]) -> None:
         self._make = make
@@ -340,6 +379,52 @@ class FunctionSource:
 
     def held_out(self, index: int) -> Inputs:
         raise DataError("a data function has no held-out data; evaluate on batches instead")
+
+
+class WeightedSource:
+    """A source whose microbatches also hold their weight, see `graph.weigh`: among the microbatches of their step,
+    or among the first `evaluated` held-out ones."""
+
+    def __init__(self, source: Source, places: Places, microbatches: int, evaluated: int) -> None:
+        self._source = source
+        self.tokens_per_microbatch, self.held_out_microbatches = (
+            source.tokens_per_microbatch, source.held_out_microbatches,
+        )  # fmt: skip
+        self.vocab_size, self.tokenizer, self.masked = source.vocab_size, source.tokenizer, source.masked
+
+        @lru_cache(maxsize=2)
+        def step(number: int) -> list[Inputs]:
+            return _weighted([source.train(number, i) for i in range(microbatches)], places)
+
+        @lru_cache(maxsize=1)
+        def total() -> int:
+            return sum(places.count(source.held_out(i)) for i in range(evaluated))
+
+        self._step, self._total = step, total
+        self._places, self._evaluated = places, evaluated
+
+    def train(self, step: int, microbatch: int) -> Inputs:
+        return self._step(step)[microbatch]
+
+    def held_out(self, index: int) -> Inputs:
+        inputs = self._source.held_out(index)
+        return {**inputs, WEIGHT: _weight(self._places.count(inputs), self._total(), self._evaluated)}
+
+
+def _weighted(batches: Sequence[Inputs], places: Places) -> list[Inputs]:
+    counts = [places.count(batch) for batch in batches]
+    total = sum(counts)
+    return [
+        {**b, WEIGHT: _weight(count, total, len(batches))} for b, count in zip(batches, counts, strict=True)
+    ]  # fmt: skip
+
+
+def _weight(count: int, total: int, microbatches: int) -> Tensor:
+    return torch.tensor(count * microbatches / total if total else 0.0, dtype=torch.float32)
+
+
+def _is_masked(batch: Inputs) -> bool:
+    return any(not t.is_floating_point() and bool((t == IGNORED).any()) for t in batch.values())
 
 
 def count_tokens(inputs: Inputs) -> int:

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import models
-from .checkpoint import Checkpoint, latest
-from .config import HfModel, ImagesData, JobConfig, ModuleModel, TokensData, load_job
+from .config import HfModel, ImagesData, JobConfig, ModuleModel, TokensData
 from .corpus import Tokenizer, open_tokenizer
-from .errors import CheckpointError, UserError
+from .data import tokenizer_path
+from .errors import UserError
 from .graph.capture import split_loss
-from .runfolder import JOB
+from .trained import Trained
 
 
 class TextModel:
@@ -23,14 +22,10 @@ class TextModel:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        job = load_job(run_dir / JOB)
-        checkpoint = latest(run_dir)
-        if checkpoint is None:
-            raise CheckpointError(f"{run_dir} has no complete checkpoint; let it train until it writes one")
-        with checkpoint.store:
+        with Trained(run_dir) as trained:
+            job = trained.job
             self.tokenizer = _tokenizer(run_dir, job)
-            self._model = models.build(job.model, self.tokenizer.vocab_size).eval()
-            _load(self._model, checkpoint)
+            self._model = trained.module(self.tokenizer.vocab_size)
         self._context = job.model.context
         self._names = job.data.names or ("input_ids" if isinstance(job.model, HfModel) else "tokens", "labels")
 
@@ -67,17 +62,4 @@ def _tokenizer(run_dir: Path, job: JobConfig) -> Tokenizer:
     data = job.data
     if isinstance(job.model, ModuleModel) or isinstance(data, ImagesData | TokensData):
         raise UserError(f"the data of {run_dir} came without a tokenizer, so there is no text to give")
-    return open_tokenizer(data.tokenizer)
-
-
-def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Overwrites every parameter and persistent buffer, one at a time."""
-    ties = checkpoint.manifest.ties
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            stored = checkpoint.store.load(ties.get(name, name))
-            if stored.shape != tensor.shape:
-                raise CheckpointError(
-                    f"{checkpoint.path}: {name!r} does not fit the job's model; is it of another job?"
-                )
-            tensor.copy_(stored)
+    return open_tokenizer(tokenizer_path(job))

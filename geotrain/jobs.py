@@ -1,9 +1,8 @@
 """A job becomes what a coordinator needs: the captured model, its data, its weights. I/O (reads what the job names,
 writes a real model's weights to the run folder)."""
 
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,16 +11,17 @@ from torch import nn
 from .base import TensorSpec
 from .checkpoint import HF_FOLDER
 from .config import FactoryModel, HfModel, JobConfig, load_job
-from .data import Inputs, Source, open_source
+from .data import Inputs, Source, WeightedSource, open_source
 from .disk import disk_errors
 from .errors import CheckpointError
-from .graph import OpGraph, capture, from_bytes
+from .graph import OpGraph, capture
 from .graph.deferred import programs, record
+from .graph.weigh import WEIGHT, Places, weighted
 from .models import build
-from .runfolder import GRAPH, JOB
+from .pretrained import LORA, keep_small_files, load_converted, localize, stored_names
+from .runfolder import JOB
+from .trained import WEIGHTS, first_weights, read_graph
 from .weights import SINGLE, WeightStore, tensor_chunks, write_tensors
-
-_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,56 @@ def run_folder(job: JobConfig) -> Path:
 
 def open_job(job: JobConfig) -> Work:
     """Builds and captures the job's model; a real factory's weights go to the run folder. Raises `UserError`."""
+    job = localize(job, run_folder(job))
     source = open_source(job)
+    work = _open_model(job, source)
+    graph, source, note = weigh(work.graph, source, job)
+    return replace(work, graph=graph, source=source, notes=(*work.notes, *note))
+
+
+def weigh(graph: OpGraph, source: Source, job: JobConfig) -> tuple[OpGraph, Source, tuple[str, ...]]:
+    """Graph and data of a run whose microbatches weigh as much as they hold, if they may differ in that. Also a note
+    for the user, if they do and yet weigh the same."""
+    if not source.masked:
+        return graph, source, ()
+    places = Places.of(graph)
+    if places is None:
+        return graph, source, ("the loss is not one cross-entropy over labels, so all microbatches weigh the same",)
+    evaluated = min(job.evaluate.microbatches, source.held_out_microbatches)
+    source = WeightedSource(source, places, job.train.microbatches, evaluated)
+    return (graph if WEIGHT in graph.inputs else weighted(graph)), source, ()
+
+
+def _open_model(job: JobConfig, source: Source) -> Work:
     config = job.model
     if isinstance(config, FactoryModel) and config.init == "real":
         module = build(config, source.vocab_size)
-        graph, weights = capture_module(module, source.train(0, 0), job, run_folder(job) / _WEIGHTS)
+        graph, weights = capture_module(module, source.train(0, 0), job, run_folder(job) / WEIGHTS)
         return Work(job, graph, source, weights)
     module = record(lambda: build(config, source.vocab_size))
     graph = capture(module, source.train(0, 0), autocast=job.train.autocast, init=programs(module))
     if not isinstance(config, HfModel):
         return Work(job, graph, source, None)
-    _keep_config(Path(config.path), run_folder(job) / HF_FOLDER)
+    keep_small_files(Path(config.path), run_folder(job) / HF_FOLDER)
     if config.fresh:
         return Work(job, graph, source, None)
+    weights, notes = _pretrained(config, graph, run_folder(job) / WEIGHTS)
+    return Work(job, graph, source, weights, tuple(notes))
+
+
+def _pretrained(config: HfModel, graph: OpGraph, folder: Path) -> tuple[WeightStore, list[str]]:
+    """A Hugging Face folder's weights under the names, and in the dtypes, of the graph. Where the folder's own differ,
+    they are written to `folder`."""
     weights = WeightStore(config.path)
-    stored = _stored_names(graph, weights)
-    missing = [name for name in graph.parameters if name not in stored]
-    if len(missing) == len(graph.parameters):
+    stored = stored_names(graph, weights.names())
+    missing = [name for name in graph.parameters if name not in stored and LORA not in name]
+    if missing and len(missing) < len(graph.parameters):
+        found = load_converted(config, [*graph.parameters, *graph.buffers])
+        if any(name in found for name in missing):
+            weights.close()
+            save_tensors(found, folder)
+            return WeightStore(folder), [f"the weights of {config.path} were converted by transformers"]
+    if missing and not stored:
         raise CheckpointError(f"{config.path} has none of this model's parameters; is it another model's?")
     notes = [f"not in {config.path}, so fresh: {', '.join(missing)}"] if missing else []
     entries = {**graph.parameters, **graph.buffers}
@@ -67,9 +100,11 @@ def open_job(job: JobConfig) -> Work:
             raise CheckpointError(f"{config.path}: {there} has the shape {theirs}, its config.json makes it {ours}")
     if any(weights.spec(there).dtype != entries[name].spec.dtype for name, there in stored.items()):
         dtypes = {name: entries[name].spec.dtype for name in stored}
-        weights = _converted(weights, stored, dtypes, run_folder(job) / _WEIGHTS)
+        weights = _converted(weights, stored, dtypes, folder)
         notes.append(f"the weights of {config.path} were converted to {config.dtype}; [model] dtype chooses another")
-    return Work(job, graph, source, weights, tuple(notes))
+        return weights, notes
+    weights.rename(stored)
+    return weights, notes
 
 
 def resume_job(run_dir: Path, job: JobConfig | None = None) -> Work:
@@ -78,18 +113,10 @@ def resume_job(run_dir: Path, job: JobConfig | None = None) -> Work:
     Raises `UserError` if there is none, or it is damaged.
     """
     job = job or load_job(run_dir / JOB)
-    try:
-        graph = from_bytes((run_dir / GRAPH).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{run_dir} holds no run to resume: {error.strerror} ({GRAPH})") from None
-    if not isinstance(graph, OpGraph):
-        raise CheckpointError(f"{run_dir / GRAPH} is one stage, not a model; restore the run folder")
-    weights: WeightStore | None = None
-    if (run_dir / _WEIGHTS).is_dir():
-        weights = WeightStore(run_dir / _WEIGHTS)
-    elif isinstance(job.model, HfModel) and not job.model.fresh:
-        weights = WeightStore(job.model.path)
-    return Work(job, graph, open_source(job), weights)
+    graph = read_graph(run_dir)
+    weights = first_weights(run_dir, job, graph)
+    graph, source, _ = weigh(graph, open_source(job), job)
+    return Work(job, graph, source, weights)
 
 
 def capture_module(module: nn.Module, inputs: Inputs, job: JobConfig, folder: Path) -> tuple[OpGraph, WeightStore]:
@@ -109,16 +136,6 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     write_tensors(folder / SINGLE, specs, lambda name: tensor_chunks(tensors[name]))
 
 
-def _stored_names(graph: OpGraph, weights: WeightStore) -> dict[str, str]:
-    """By parameter and buffer, the name that the store has it under: its own, or another name of the same tensor."""
-    aliases: dict[str, list[str]] = {}
-    for alias, kept in graph.ties.items():
-        aliases.setdefault(kept, []).append(alias)
-    names = {name: [name, *aliases.get(name, ())] for name in (*graph.parameters, *graph.buffers)}
-    return {name: next(n for n in all_names if n in weights) for name, all_names in names.items()
-            if any(n in weights for n in all_names)}  # fmt: skip
-
-
 def _converted(weights: WeightStore, stored: Mapping[str, str], dtypes: Mapping[str, str], folder: Path) -> WeightStore:
     """The weights in other dtypes, written to `folder` tensor by tensor."""
     specs = {name: TensorSpec(weights.spec(there).shape, dtypes[name]) for name, there in stored.items()}
@@ -131,13 +148,3 @@ def _converted(weights: WeightStore, stored: Mapping[str, str], dtypes: Mapping[
             lambda name: tensor_chunks(weights.load(stored[name]).to(getattr(torch, dtypes[name]))),
         )
     return WeightStore(folder)
-
-
-def _keep_config(source: Path, folder: Path) -> None:
-    """Copies a Hugging Face folder's small files, which `geotrain export` puts beside the trained weights."""
-    with disk_errors(folder, "the model's configuration"):
-        folder.mkdir(parents=True, exist_ok=True)
-        files = source.iterdir() if source.is_dir() else [source]
-        for file in files:
-            if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)

@@ -5,6 +5,7 @@ Shapes: B samples of a microbatch, T tokens, C hidden, H heads, K key-value head
 the vocabulary.
 """
 
+import fnmatch
 import importlib.util
 import inspect
 import math
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import FactoryModel, GptModel, HfModel, ModelConfig, ModuleModel
+from .config import FactoryModel, GptModel, HfModel, LoraSection, ModelConfig, ModuleModel
 from .errors import ConfigError, DataError, UserError
 
 
@@ -35,6 +36,12 @@ def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     Raises:
         UserError: the folder, file or function is missing or wrong, or does not fit the data.
     """
+    model = _build(config, vocab_size)
+    _freeze(model, config)
+    return model
+
+
+def _build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     match config:
         case GptModel():
             if vocab_size is None:
@@ -43,7 +50,8 @@ def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
                 return Gpt(config, vocab_size).train()
         case HfModel():
             with _default_dtype(config.dtype):
-                return _hugging_face(config, vocab_size).train()
+                model = _hugging_face(config, vocab_size).train()
+            return model if config.lora is None else _with_adapters(model, config.lora)
         case FactoryModel():
             return _from_factory(config).train()
         case ModuleModel():
@@ -194,8 +202,9 @@ def _rotate(x_BHTD: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
-def _hugging_face(config: HfModel, vocab_size: int | None) -> nn.Module:
-    """A transformers model of the class that its config names, else the causal language model of its type."""
+def hf_class(config: HfModel) -> tuple[Any, Any]:
+    """The class of a Hugging Face model, and its settings: what its config names, else the causal language model of
+    its type. Raises `UserError`."""
     path = Path(config.path)
     if not (path / "config.json" if path.is_dir() else path).is_file():
         raise ConfigError(f"[model] path: there is no config.json at {path}; give a Hugging Face folder on this disk")
@@ -205,14 +214,65 @@ def _hugging_face(config: HfModel, vocab_size: int | None) -> nn.Module:
         raise UserError('[model] kind = "hf" needs transformers; run `pip install "geotrain[hf]"`') from None
     try:
         settings: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        settings.use_cache = False
-        _check_fit(settings, config, vocab_size)
         named: Any = getattr(transformers, (settings.architectures or ["none"])[0], None)
-        if isinstance(named, type) and "labels" in inspect.signature(named.forward).parameters:
-            return named(settings)
-        return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.get_default_dtype())
+        if not (isinstance(named, type) and "labels" in inspect.signature(named.forward).parameters):
+            named = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"[model] path: transformers cannot build {path}: {_one_line(error)}") from None
+    settings.use_cache = False
+    return named, settings
+
+
+def takes(config: HfModel, name: str) -> bool:
+    """Whether the model's forward has a parameter of that name."""
+    return name in inspect.signature(hf_class(config)[0].forward).parameters
+
+
+def _hugging_face(config: HfModel, vocab_size: int | None) -> nn.Module:
+    make, settings = hf_class(config)
+    _check_fit(settings, config, vocab_size)
+    try:
+        return make(settings)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"[model] path: transformers cannot build {config.path}: {_one_line(error)}") from None
+
+
+def _with_adapters(model: nn.Module, lora: LoraSection) -> nn.Module:
+    """The model, frozen, with float32 adapters to train, by peft."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError('[model.lora] needs peft; run `pip install "geotrain[hf]"`') from None
+    try:
+        adapted = peft.get_peft_model(model, lora_settings(lora), autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(f"[model.lora] targets: {_one_line(error)}") from None
+    return adapted.train()
+
+
+def lora_settings(lora: LoraSection) -> Any:
+    """What peft calls the section."""
+    import peft
+
+    every = lora.targets == ("all-linear",)
+    return peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]
+        target_modules="all-linear" if every else list(lora.targets), task_type="CAUSAL_LM",
+    )  # fmt: skip
+
+
+def _freeze(model: nn.Module, config: ModelConfig) -> None:
+    """Parameters whose names match a pattern of `[model] freeze` are not trained."""
+    patterns: tuple[str, ...] = getattr(config, "freeze", ())
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matching = fnmatch.filter(named, pattern)
+        if not matching:
+            raise ConfigError(f"[model] freeze: no parameter matches {pattern!r}; the first is {next(iter(named), '')}")
+        for name in matching:
+            named[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in named.values()):
+        raise ConfigError("[model] nothing is left to train; freeze less")
 
 
 def _check_fit(settings: Any, config: HfModel, vocab_size: int | None) -> None:

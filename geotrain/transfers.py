@@ -5,6 +5,7 @@ shapes of its graph.
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 from .base import TensorSpec
 from .checkpoint import CheckpointWriter
 from .errors import CheckpointError, RemoteError, RemoteProtocolError
-from .graph import StageGraph
+from .graph import OpGraph, StageGraph
 from .manifest import OPTIMIZER
 from .protocol import CHUNK_BYTES, NamedSpec, Store
 from .weights import StreamingWriter, WeightStore
@@ -37,22 +38,51 @@ def state_spec_problem(stage: StageGraph, name: str, spec: TensorSpec) -> str | 
     return None if spec == plain(entry.spec) else "its shape or type is not the graph's"
 
 
-class Shelf:
-    """What stages load from: a folder of weights, or a checkpoint, or nothing (`store` None)."""
+class Base:
+    """What no step changes of the weights that a run starts from: by name the SHA-256 of its bytes. It is in no
+    checkpoint, and a peer that has it once need not fetch it again."""
 
-    def __init__(self, store: WeightStore | None, ties: Mapping[str, str]) -> None:
+    def __init__(self, graph: OpGraph, store: WeightStore | None) -> None:
+        """Reads all of it."""
+        self.store = store
+        frozen = [n for n, p in graph.parameters.items() if not p.requires_grad]
+        frozen += [n for n, b in graph.buffers.items() if not b.mutated]
+        self.digests = {} if store is None else {n: _digest(store, n) for n in frozen if n in store}
+
+
+def _digest(store: WeightStore, name: str) -> str:
+    digest = hashlib.sha256()
+    for _, chunk in store.chunks(name):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+class Shelf:
+    """What stages load from: a folder of weights, or a checkpoint, or nothing (`store` None); and the base beneath."""
+
+    def __init__(self, store: WeightStore | None, ties: Mapping[str, str], base: Base | None = None) -> None:
         self._store = store
+        self._base = base
         self._aliases: dict[str, list[str]] = {}
         for alias, name in ties.items():
             self._aliases.setdefault(name, []).append(alias)
 
-    def wanted(self, stage: StageGraph) -> tuple[NamedSpec, ...]:
-        """What a stage should fetch; it makes the rest itself. Raises `CheckpointError` for what is neither
-        here nor can be made, and for what does not fit."""
+    def given(self, stage: StageGraph) -> tuple[NamedSpec, ...]:
+        """What of the base a stage needs."""
+        digests = {} if self._base is None else self._base.digests
         entries = {**stage.parameters, **stage.buffers}
-        wanted: list[NamedSpec] = []
+        return tuple(NamedSpec(n, plain(e.spec), digests[n]) for n, e in entries.items() if n in digests)
+
+    def wanted(self, stage: StageGraph) -> tuple[NamedSpec, ...]:
+        """What a stage should fetch, the base included; it makes the rest itself. Raises `CheckpointError` for what is
+        neither here nor can be made, and for what does not fit."""
+        entries = {**stage.parameters, **stage.buffers}
+        wanted = list(self.given(stage))
+        given = {tensor.name for tensor in wanted}
         for name, entry in entries.items():
             stored = self._stored(name)
+            if name in given:
+                continue
             if stored is not None:
                 wanted.append(NamedSpec(name, self._spec(stored)))
             elif entry.init is None:
@@ -67,16 +97,19 @@ class Shelf:
                 raise CheckpointError(f"{tensor.name!r} does not fit this model: {problem}")
         return tuple(wanted)
 
-    async def read(self, names: Sequence[str]) -> AsyncIterator[bytes]:
-        """The tensors' bytes, one after the other, in chunks."""
+    async def read(self, names: Sequence[str], skip: int = 0) -> AsyncIterator[bytes]:
+        """The tensors' bytes, one after the other, in chunks, without the first `skip`."""
         for name in names:
-            stored = self._stored(name)
-            if self._store is None or stored is None:
+            store, stored = self._store, self._stored(name)
+            if self._base is not None and name in self._base.digests:
+                store, stored = self._base.store, name
+            if store is None or stored is None:
                 raise RemoteError(f"there is no tensor {name!r}")
-            total = self._spec(stored).nbytes
-            for offset in range(0, total, CHUNK_BYTES):
+            total = store.spec(stored).nbytes
+            first, skip = min(skip, total), max(0, skip - total)
+            for offset in range(first, total, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, total - offset)
-                yield await asyncio.to_thread(self._store.read, stored, offset, size)
+                yield await asyncio.to_thread(store.read, stored, offset, size)
 
     def close(self) -> None:
         if self._store is not None:
@@ -207,7 +240,9 @@ class Upload:
         self.over.set()
 
 
-def checkpoint_sink(run_dir: Path, stages: Sequence[StageGraph], **facts: object) -> Callable[[Specs], Sink]:
+def checkpoint_sink(
+    run_dir: Path, stages: Sequence[StageGraph], ties: Mapping[str, str], **facts: object
+) -> Callable[[Specs], Sink]:
     """Opens the checkpoint writer; `facts` are those of its manifest."""
     transient = tuple(
         sorted({name for stage in stages for name, buffer in stage.buffers.items() if not buffer.persistent})
@@ -216,6 +251,7 @@ def checkpoint_sink(run_dir: Path, stages: Sequence[StageGraph], **facts: object
     def open_sink(specs: Specs) -> Sink:
         sent = {name for tensors in specs.values() for name in tensors}
         kept = tuple(name for name in transient if name in sent)
-        return CheckpointWriter(run_dir, specs, transient=kept, **facts)  # pyright: ignore[reportArgumentType]
+        tied = {alias: name for alias, name in ties.items() if name in sent}
+        return CheckpointWriter(run_dir, specs, transient=kept, ties=tied, **facts)  # pyright: ignore[reportArgumentType]
 
     return open_sink

@@ -127,6 +127,7 @@ class WeightStore:
         self.path = Path(path)
         self.files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
+        self._stored: dict[str, str] | None = None
         try:
             for shard in _shards(self.path):
                 file = SafetensorsFile(shard)
@@ -139,6 +140,18 @@ class WeightStore:
             self.close()
             raise
 
+    def rename(self, stored: Mapping[str, str]) -> None:
+        """From now on holds what `stored` names (new name: the name in the files), and nothing else."""
+        self._stored = dict(stored)
+        self._file_of = {name: self._file_of[there] for name, there in stored.items()}
+
+    def reopen(self) -> "WeightStore":
+        """Another store of the same tensors under the same names, to be closed by itself."""
+        store = WeightStore(self.path)
+        if self._stored is not None:
+            store.rename(self._stored)
+        return store
+
     def names(self) -> tuple[str, ...]:
         return tuple(self._file_of)
 
@@ -147,7 +160,7 @@ class WeightStore:
 
     def spec(self, name: str) -> TensorSpec:
         """Raises `CheckpointError` if there is no such tensor."""
-        return self._find(name).specs[name]
+        return self._find(name).specs[self._there(name)]
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """`nbytes` of a tensor's little-endian row-major bytes from `offset` on; by default all the rest.
@@ -158,7 +171,7 @@ class WeightStore:
         if offset < 0 or count < 0 or offset + count > total:
             raise CheckpointError(f"tensor {name!r} has {total} bytes, not {offset} to {offset + count}")
         buffer = bytearray(count)
-        self._find(name).read_into(name, offset, memoryview(buffer))
+        self._find(name).read_into(self._there(name), offset, memoryview(buffer))
         return bytes(buffer)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[tuple[int, bytes]]:
@@ -172,7 +185,7 @@ class WeightStore:
         spec = self.spec(name)
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         if spec.nbytes:
-            self._find(name).read_into(name, 0, tensor_memory(tensor))
+            self._find(name).read_into(self._there(name), 0, tensor_memory(tensor))
         return tensor.to(device)
 
     def close(self) -> None:
@@ -184,6 +197,9 @@ class WeightStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _there(self, name: str) -> str:
+        return name if self._stored is None else self._stored[name]
 
     def _find(self, name: str) -> SafetensorsFile:
         file = self._file_of.get(name)

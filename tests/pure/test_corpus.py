@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from geotrain.corpus import read_images, read_jsonl
+from geotrain.corpus import read_images, read_records
 from geotrain.errors import DataError
 
 
@@ -26,13 +26,13 @@ def complaint(read):
 def test_jsonl_that_no_text_comes_from(tmp_path, line, expected):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
-    assert expected in complaint(lambda: read_jsonl([str(path)], "text"))
+    assert expected in complaint(lambda: read_records([str(path)], ["text"]))
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "\\ud83d\\ude00"}')
-    assert read_jsonl([str(path)], "text") == ["\N{GRINNING FACE}"]
+    assert read_records([str(path)], ["text"]) == [("\N{GRINNING FACE}",)]
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "deflated"])

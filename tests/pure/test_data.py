@@ -126,8 +126,8 @@ def test_jsonl(tmp_path):
     assert set(all_text(source_of(tmp_path, job))) == {"ab\u2028-cd"}
     for text, expected in [
         ('{"body": "x"}\n{', "line 2 is not JSON"),
-        ('{"text": "x"}', "line 1 has no 'body'; it has 'text'; set [data] field"),
-        ("[1]", "line 1 has no 'body'; set [data] field"),
+        ('{"text": "x"}', "line 1 has no 'body'; it has 'text'; name the right key in [data]"),
+        ("[1]", "line 1 has no 'body'; name the right key in [data]"),
         ('{"body": 3}', "line 1: 'body' is int, not text"),
         ("", "the text is empty"),
     ]:

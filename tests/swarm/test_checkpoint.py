@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from geotrain.base import TensorSpec
-from geotrain.checkpoint import CheckpointWriter, export, latest, open_checkpoint, prune, verify
+from geotrain.checkpoint import CheckpointWriter, latest, open_checkpoint, prune, verify
 from geotrain.errors import CheckpointError, LocalError, RemoteProtocolError
 
 FACTS = {"run": "r", "seed": 1, "graph_hash": "g", "config_digest": "c"}
@@ -87,8 +86,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"stage-001.*hash|hash.*stage-001"),
     ):
         verify(open_checkpoint(path))
-    with pytest.raises(CheckpointError, match="hash"):
-        export(tmp_path, tmp_path / "out")
 
 
 def test_bad_senders_and_missing_bytes(tmp_path: Path) -> None:
@@ -125,21 +122,6 @@ def test_the_same_step_again_replaces_and_old_ones_are_pruned(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000002", "step-00000003.old"]
     prune(tmp_path, 0)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003.old"]
-
-
-def test_export_has_the_state_dict_and_the_hugging_face_files(tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        export(run, out)
-    (run / "hf").mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
-        (run / "hf" / name).write_text("{}")
-    write(run, 5, 0, ties={"head": "b"}, transient=("mask",))
-    path = export(run, out)
-    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", "tokenizer.json"]
-    tensors = load_file(path)
-    assert set(tensors) == {"a", "b", "empty"}
-    assert tensors["b"].dtype == torch.bfloat16 and torch.equal(tensors["a"], torch.zeros(3, 5))
 
 
 @pytest.mark.parametrize("after", range(12))
@@ -245,8 +227,6 @@ def test_a_full_disk_is_one_line_and_costs_nothing(small_disk: Path) -> None:
     found.store.close()
     assert os.listdir(small_disk / "checkpoints") == [previous.name]
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
-    with pytest.raises(LocalError, match="no space left"):
-        export(small_disk, small_disk / "out")
     with pytest.raises(LocalError, match="no space left"):
         write(small_disk, 2)
     found = latest(small_disk)
