@@ -88,13 +88,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Timeline:
-    """How a step goes. `runs` has, by stage, start and end of each action (without the rest after it), and `causes` the
+    """How a step goes. `runs` has, by stage, start and end of each action, `rests` the rest after it, `causes` the
     message that it waited for, by number, or -1; `loads` are the links in use, `encode_s` and `decode_s` the seconds by
     stage; `events` is how many things happened."""
 
     workload: Workload
     step_seconds: float
     runs: tuple[tuple[tuple[float, float], ...], ...]
+    rests: tuple[tuple[float, ...], ...]
     causes: tuple[tuple[int, ...], ...]
     loads: tuple[LinkLoad, ...]
     encode_s: tuple[float, ...]
@@ -129,9 +130,14 @@ class Timeline:
         return f"for {part.seconds / max(self.step_seconds, 1e-12):.0%} of the step {what}"
 
 
-def simulate(workload: Workload) -> Timeline:
-    """Play one step. Raises `PlanError` for a workload that cannot run: a wrong window, a stage that does not exist."""
-    return _Engine(workload).run()
+Seconds = Sequence[Sequence[tuple[float, float]]]
+"""By stage and action: how long the peer computed, and how long it rested then."""
+
+
+def simulate(workload: Workload, measured: Seconds | None = None) -> Timeline:
+    """Play one step. `measured`: the actions' own seconds, where a step that was run is played again. Raises
+    `PlanError` for a workload that cannot run: a wrong window, a stage that does not exist."""
+    return _Engine(workload, measured).run()
 
 
 _Delivery = tuple[int, float, float, int]
@@ -143,7 +149,7 @@ _END, _ENCODED, _FLOWED, _ARRIVED, _DECODED = range(5)
 class _Engine:
     """The state of the simulated world at one moment. Heap entries are (time, number, kind, ...)."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, measured: Seconds | None) -> None:
         self.workload = workload
         self.schedule = workload.actions()
         count = len(workload.stages)
@@ -152,8 +158,10 @@ class _Engine:
         self.number = self.events = 0
         # stages
         self.plans = [[(a.kind == "B", a.microbatch) for a in actions] for actions in self.schedule]
-        self.seconds = [(stage.forward_s, stage.backward_s) for stage in workload.stages]
-        self.slack = [1 / stage.duty - 1 for stage in workload.stages]
+        self.seconds = measured or [
+            [typical[backward] for backward, _ in plan]
+            for typical, plan in zip(map(_typical, workload.stages), self.plans, strict=True)
+        ]
         self.free = [stage.apply_s for stage in workload.stages]
         self.at = [0] * count
         self.running = [False] * count
@@ -212,6 +220,7 @@ class _Engine:
         ready = max(free + stage.finish_s / stage.duty for free, stage in zip(self.free, stages, strict=True))
         return Timeline(
             workload, max(ready + workload.commit_s, inputs_s), tuple(map(tuple, self.runs)),
+            tuple(tuple(rest for _, rest in seconds) for seconds in self.seconds),
             tuple(map(tuple, self.causes)), network.loads(), tuple(self.encode_s), tuple(self.decode_s), self.events,
         )  # fmt: skip
 
@@ -248,15 +257,17 @@ class _Engine:
             start, cause = self.free[s], -1
         self.running[s] = True
         self.causes[s].append(cause)
-        self.runs[s].append((start, start + self.seconds[s][backward]))
-        self._push(start + self.seconds[s][backward], _END, s, 0)
+        end = start + self.seconds[s][at][0]
+        self.runs[s].append((start, end))
+        self._push(end, _END, s, 0)
 
     def _ended(self, s: int, now: float) -> None:
-        backward, microbatch = self.plans[s][self.at[s]]
+        at = self.at[s]
+        backward, microbatch = self.plans[s][at]
         self.events += 1
         self.at[s] += 1
         self.running[s] = False
-        self.free[s] = now + self.seconds[s][backward] * self.slack[s]
+        self.free[s] = now + self.seconds[s][at][1]
         for number in self.outbound[s][backward]:
             self._emit(number, s, microbatch, now)
         self._try(s, now)
@@ -319,6 +330,12 @@ class _Engine:
             self._try(dst, now, number)
 
 
+def _typical(stage: StageTimes) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(computing, rest) of a forward, and of a backward."""
+    slack = 1 / stage.duty - 1
+    return (stage.forward_s, stage.forward_s * slack), (stage.backward_s, stage.backward_s * slack)
+
+
 def _spans(timeline: Timeline, s: int, actions: Sequence[Action]) -> tuple[Span, ...]:
     stage, at, spans = timeline.workload.stages[s], 0.0, list[Span]()
 
@@ -329,10 +346,10 @@ def _spans(timeline: Timeline, s: int, actions: Sequence[Action]) -> tuple[Span,
             at = end
 
     until("apply", "optimizer", stage.apply_s)
-    for action, (start, end) in zip(actions, timeline.runs[s], strict=True):
+    for action, (start, end), rest_s in zip(actions, timeline.runs[s], timeline.rests[s], strict=True):
         until("wait", f"for {action}", start)
         until("compute", str(action), end)
-        until("rest", str(action), end + (end - start) * (1 / stage.duty - 1))
+        until("rest", str(action), end + rest_s)
     until("compute", "norms", at + stage.finish_s / stage.duty)
     until("idle", "until the step ends", timeline.step_seconds)
     return tuple(spans)
@@ -345,8 +362,8 @@ def _path(timeline: Timeline) -> tuple[Part, ...]:
     actions = workload.actions()
     number = [{(a.kind, a.microbatch): i for i, a in enumerate(of_stage)} for of_stage in actions]
     ready = [
-        end + (end - start) * (1 / stage.duty - 1) + stage.finish_s / stage.duty
-        for stage, (start, end) in zip(workload.stages, (runs[-1] for runs in timeline.runs), strict=True)
+        runs[-1][1] + rests[-1] + stage.finish_s / stage.duty
+        for stage, runs, rests in zip(workload.stages, timeline.runs, timeline.rests, strict=True)
     ]
     s = max(range(len(ready)), key=ready.__getitem__)
     i, at = len(actions[s]) - 1, ready[s]
