@@ -31,7 +31,7 @@ def int8(body: bytes, numel: int, channels: int) -> np.ndarray:
     rows = -(-numel // width)
     scales = (np.frombuffer(body[1 : 1 + 2 * rows], "<u2").astype(np.uint32) << 16).view(F)
     codes = np.frombuffer(body[1 + 2 * rows :], np.int8).astype(F)
-    return codes * np.repeat(scales / F(127), width)[:numel] * power(body[0])
+    return codes * np.repeat(scales * F(1 / 127), width)[:numel] * power(body[0])
 
 
 def hadamard(body: bytes, numel: int, bits: int, unbiased: bool, key: int) -> np.ndarray:

@@ -54,8 +54,8 @@ class Hadamard(Lossy):
         exponent = exponent_of(peak)
         up = math.ldexp(1.0, -exponent)
         sign = tiles.signs(message.key, x.device)
-        steps = self._steps(x.device)
-        inverse = torch.where(steps > 0, 1.0 / steps, 0.0)
+        steps = self._steps()
+        inverse = torch.where(steps > 0, 1.0 / steps, 0.0).to(x.device)
         if native := kernels(x.device):
             scales = torch.empty(blocks_of(x.numel()), dtype=torch.uint8)
             codes = torch.empty(scales.numel() * 8 * self.bits, dtype=torch.uint8)
@@ -88,7 +88,7 @@ class Hadamard(Lossy):
         sign = tiles.signs(message.key, device)
         end = 1 + blocks_of(numel)
         scales, codes = as_bytes(body[1:end], device), as_bytes(body[end:], device)
-        steps = self._steps(device)
+        steps = self._steps().to(device)
         if native := kernels(device):
             x = torch.empty(numel)
             native.decode_blocks(
@@ -117,9 +117,9 @@ class Hadamard(Lossy):
         """Reach over the root mean square of a block; 0 to cover all."""
         return 0.0 if self.unbiased else _COVER.get(self.bits, 0.0)
 
-    def _steps(self, device: torch.device) -> torch.Tensor:
+    def _steps(self) -> torch.Tensor:
         """(256,) float32: the step of each scale."""
-        return (reaches() * (2.0 / (2**self.bits - 1))).to(device)
+        return reaches() * (2.0 / (2**self.bits - 1))
 
     def _offset(self, message: Message, first: int, count: int, width: int, device: torch.device) -> torch.Tensor | int:
         middle = 2 ** (self.bits - 1)

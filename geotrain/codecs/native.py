@@ -43,7 +43,7 @@ def encode_rows(x, up, width, scales, codes):
         bits = 0 if m < float32(2.0**-100) else (largest.view(np.int32)[0] + 0xFFFF) >> 16
         scales[r] = int16(bits)
         largest.view(np.int32)[0] = int32(bits << 16)
-        inverse = float32(0) if bits == 0 else float32(1) / (largest[0] / float32(127))
+        inverse = float32(0) if bits == 0 else float32(1) / (largest[0] * float32(1 / 127))
         for j in range(len(row)):
             out[j] = np.int8(min(max(np.rint(row[j] * up * inverse), float32(-127)), float32(127)))
 

@@ -4,8 +4,9 @@
     int8    exponent i8 | scale u16 for each row | code i8 for each element            (little-endian)
 
 int8: elements are taken times 2**-exponent, so that the largest lies in [1, 2): nothing underflows in a gradient of
-1e-9, nothing overflows. A row's scale is its largest magnitude as bfloat16, rounded up, 0 below 2**-100; a code is
-element * 127 / scale, rounded to nearest even. Rows are those of `row_width`, or of 64 elements where those are short.
+1e-9, nothing overflows. A row's scale is its largest magnitude as bfloat16, rounded up, 0 below 2**-100. Its step is
+scale * (1 / 127), a code is element * (1 / step), rounded to nearest even: products and 1 / step in float32. Rows are
+those of `row_width`, or of 64 elements where those are short.
 
 |error| of an element is at most 2**-9 of it, or 2**-134 (bf16); 1/252 of the largest in its row, and 2**-100 of the
 largest in the message (int8).
@@ -113,7 +114,7 @@ def _width(spec: TensorSpec) -> int:
 
 def _steps(scales: torch.Tensor) -> torch.Tensor:
     """bfloat16 bits as int16 -> float32 value of one code."""
-    return widened(scales) / 127.0
+    return widened(scales) * (1 / 127)  # not divided: CUDA would round that otherwise
 
 
 BF16, INT8 = Bf16(), Int8()

@@ -299,6 +299,18 @@ def test_native_kernels_and_torch_write_and_read_the_same(codec: Codec, x: torch
         assert torch.equal(decode(codec, data, x, key), y)
 
 
+@each_of_ours
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_writes_and_reads_the_same(codec: Codec) -> None:
+    x = torch.randn(37, 200, generator=torch.Generator().manual_seed(0))
+    data, _ = encode(codec, x)
+    assert encode(codec, x.cuda())[0] == data
+    spec, cuda = tensor_spec(x), torch.device("cuda")
+    y, _ = codec.decode(memoryview(bytearray(data)), spec, cuda, codec.init(spec), message(x, 1))
+    assert torch.equal(y.cpu(), decode(codec, data, x))
+
+
 def golden_tensor() -> torch.Tensor:
     """(21, 72): made of integers, so that any machine makes the same."""
     n = torch.arange(21 * 72, dtype=torch.int64)
