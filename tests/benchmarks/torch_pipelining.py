@@ -59,7 +59,7 @@ def compare(name: str, *, steps: int, rounds: int, long: int) -> list[Table]:
         folder = Path(temporary)
         first_weights(job, folder / "weights")
         setups = _setups(world, load_model(job, folder / "weights"))
-        if rounds == 1:
+        if rounds == 1:  # nothing to choose from
             setups = setups[:1]
         numbers = itertools.count()
 
@@ -70,8 +70,8 @@ def compare(name: str, *, steps: int, rounds: int, long: int) -> list[Table]:
             path = folder / f"run{next(numbers)}"
             return geotrain_run(wan, world, path, steps=4 + 2 * steps, warmup=4, stages=stages)
 
-        tried = {setup: theirs(setup) for setup in setups}
-        best = min(setups, key=lambda setup: tried[setup].seconds)
+        tried = {setup: theirs(setup) for setup in setups if len(setups) > 1}
+        best = min(setups, key=lambda setup: tried[setup].seconds) if tried else setups[0]
         turns = alternate(rounds, {"ours": ours, "theirs": lambda: theirs(best)})
         tables = [_steps_table(f"{name}: {world.title}", tried, best, turns, ours(stages=False))]
         if long:

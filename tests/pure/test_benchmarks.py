@@ -1,0 +1,44 @@
+"""What all benchmarks rely on: runs that take turns, ratios within a round, tables, ratios that CI keeps."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks.tables import Table, alternate, ratio
+
+
+def test_runs_take_turns_and_the_order_turns_round():
+    order = []
+    runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    assert alternate(2, runs) == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
+    assert "".join(order) == "abccba"
+
+
+def test_a_round_is_compared_with_itself():
+    assert ratio([1.0, 20.0, 3.0], [2.0, 10.0, 3.0]) == 1.0
+
+
+def test_a_table_as_text_and_as_facts():
+    table = Table("speed", ("run", "s"), [("ours", 0.5), ("theirs", None)], ["a note"], {"ours over theirs": 0.25})
+    text = io.StringIO()
+    table.print(Console(file=text, width=100))
+    assert all(word in text.getvalue() for word in ("speed", "ours", "0.5", "a note", "ours over theirs: 0.25"))
+    assert json.loads(json.dumps(table.facts()))["rows"] == [{"run": "ours", "s": 0.5}, {"run": "theirs", "s": None}]
+
+
+def test_a_ratio_over_the_kept_one_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmarks, "KEPT", tmp_path / "kept.json")
+    console = Console(file=io.StringIO())
+    assert not benchmarks._compare({"x: over y": 1.0}, True, console)
+    assert json.loads((tmp_path / "kept.json").read_text()) == {"x: over y": 1.5}
+    assert not benchmarks._compare({"x: over y": 1.5, "new: over old": 9.0}, False, console)
+    assert benchmarks._compare({"x: over y": 1.6}, False, console)
+
+
+def test_an_unknown_benchmark_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--only", "nothing"])
+    with pytest.raises(SystemExit):
+        benchmarks.main()
