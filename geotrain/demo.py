@@ -6,13 +6,10 @@ from pathlib import Path
 
 import torch
 
-from . import loops
 from .config import parse_job
-from .coordinator import Coordinator
 from .generate import TextModel
-from .jobs import open_job
-from .local import LocalPeer, LocalPeers, read_topology, train_with
-from .runner import Runner
+from .here import train_here
+from .jobs import run_folder
 
 PROMPT = "The "
 SAMPLE_TOKENS = 300
@@ -48,30 +45,13 @@ def demo(
         UserError: more peers than the topology has, or what the run itself raises.
     """
     with as_file(files("peers") / "topologies" / "home.toml") as home:
-        path = topology or home
-        shape = read_topology(path).take(peers)
-        chosen = [
-            LocalPeer(name, duty=peer.duty, memory_gib=peer.memory_bytes and peer.memory_bytes / 2**30, device="cpu")
-            for name, peer in shape.peers.items()
-        ]
         name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
         job = parse_job(JOB.format(name=name, seed=seed, steps=steps, peers=peers), "demo")
-        run_dir = Path(job.run.dir) / name
-        runner = Runner(f"geotrain demo: {peers} peers at home")
-        with runner:
-            with LocalPeers(chosen, run_dir / "logs", path) as processes:
-                runner.say("the model is captured, while the peers start")
-                work = open_job(job)
-                coordinator = Coordinator(
-                    work.job, graph=work.graph, source=work.source, run_dir=run_dir, weights=work.weights,
-                    on_event=runner.on_event, topology=shape, wait_s=60.0,
-                )  # fmt: skip
-                drive = train_with(coordinator, processes, runner.recorder)
-                loops.run(runner.train(coordinator, drive))
-            sample = None
-            if not runner.interrupted:
-                runner.say("the trained model writes a few lines")
-                sample = _sample(run_dir, seed)
+        runner, _ = train_here(job, f"geotrain demo: {peers} peers at home", topology or home)
+    run_dir = run_folder(job)
+    sample = None
+    if not runner.interrupted:
+        sample = _sample(run_dir, seed)
     return runner.finish(run_dir, json_path=json_path, sample=sample)
 
 

@@ -1,13 +1,14 @@
 """Where a Hugging Face model comes from (a folder, the hub, a GGUF file), and which of its tensors is which. I/O."""
 
 import contextlib
+import importlib.util
 import io
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import HUB, HfModel, JobConfig
+from .config import HUB, PACKAGE, HfModel, JobConfig
 from .disk import disk_errors
 from .errors import ConfigError, UserError
 from .graph import OpGraph
@@ -36,7 +37,9 @@ def localize(job: JobConfig, run_folder: Path) -> JobConfig:
     path = Path(config.path)
     if config.path.startswith(HUB):
         path = _from_hub(config.path.removeprefix(HUB), weights=not config.fresh)
-    elif path.suffix == ".gguf":
+    elif config.path.startswith(PACKAGE):
+        path = _from_package(config.path.removeprefix(PACKAGE))
+    if path.suffix == ".gguf":
         path = _from_gguf(path, config.dtype, run_folder / MODEL)
     return job.model_copy(update={"model": config.model_copy(update={"path": str(path)})})
 
@@ -94,6 +97,15 @@ def _from_hub(name: str, weights: bool) -> Path:
     except Exception as error:  # the library raises its own, httpx's and OSError's
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"[model] path: {name} cannot be fetched from the Hugging Face hub: {reason}") from None
+
+
+def _from_package(path: str) -> Path:
+    """A file inside an installed Python package, whose code is not run."""
+    package, _, inside = path.partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"[model] path: no Python package {package!r} is installed; install it with --no-deps")
+    return Path(spec.origin).parent / inside
 
 
 def _from_gguf(path: Path, dtype: str, folder: Path) -> Path:

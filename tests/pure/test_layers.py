@@ -29,7 +29,7 @@ LAYERS = [
     # processes
     "peer", "coordinator",
     # faces
-    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "demo", "trainer", "bench", "cli",
+    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "here", "demo", "trainer", "bench", "cli",
     "__main__",
 ]  # fmt: skip
 
