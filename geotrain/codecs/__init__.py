@@ -1,12 +1,21 @@
 """How tensors are written for a link. Pure."""
 
+from collections.abc import Iterable
+
+import torch
+
 from ..errors import PlanError
+from ..graph.serial import tensor_spec
 from .base import Codec, Message, Payload, State, message_key
+from .delta import DELTA
 from .entropy import ENTROPY
 from .hadamard import HADAMARD
 from .identity import IDENTITY
 from .rounded import BF16, INT8
+from .sparse import PACK, ROWS
 from .sync import SYNC
+from .topk import TOPK
+from .transform import TRANSFORM
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
@@ -16,6 +25,11 @@ CODECS: dict[str, Codec] = {
         INT8,
         *HADAMARD,
         *ENTROPY,
+        DELTA,
+        PACK,
+        *ROWS,
+        *TOPK,
+        *TRANSFORM,
         *SYNC,
     )
 }
@@ -28,4 +42,13 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]
 
 
-__all__ = ["CODECS", "Codec", "Message", "Payload", "State", "get_codec", "message_key"]
+def warm_up(names: Iterable[str]) -> None:
+    """Loads or compiles what these codecs need, a matter of seconds, so that no message waits for it."""
+    x = torch.ones(17 * 64)
+    for codec in map(get_codec, names):
+        state, message = codec.init(tensor_spec(x)), Message(0)
+        payload, _ = codec.encode(x, state, message)
+        codec.decode(memoryview(bytearray(b"".join(payload))), tensor_spec(x), x.device, state, message)
+
+
+__all__ = ["CODECS", "Codec", "Message", "Payload", "State", "get_codec", "message_key", "warm_up"]

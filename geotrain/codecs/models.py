@@ -22,7 +22,7 @@ _POINTS, _FAR = 64, 10
 @lru_cache(maxsize=16)
 def gaussian_tables(deviations: tuple[float, ...]) -> Tables:
     """Table 4 i + bin is for deviation i, in steps, 8 at most; 0 for what is always zero."""
-    rows = [_frequencies(_probabilities(s, b), int(8.8 * s + 1)) for s in deviations for b in range(BINS)]
+    rows = [_frequencies(probabilities(s, b), int(8.8 * s + 1)) for s in deviations for b in range(BINS)]
     return make_tables(np.stack(rows))
 
 
@@ -34,7 +34,7 @@ def delta_tables() -> Tables:
     return make_tables(np.array([frequency]))
 
 
-def _probabilities(s: float, quarter: int) -> Array:
+def probabilities(s: float, quarter: int) -> Array:
     """Of q = -72 to 72."""
     q = np.arange(-ZERO_SYMBOL, ZERO_SYMBOL + 1, dtype=np.float64)
     if s == 0:

@@ -1,0 +1,153 @@
+"""Rows of small whole numbers, each by the table that suits it best, entropy-coded. Pure.
+
+    kinds    u8 for each row: 255, all zeros; 40 + 4 (k - 1) + j, values of k >= 1 low bits sent as they are and the
+             rest by table 34 + j; else the number of its table
+    length   u32 of the next part
+    symbols  rest + 72 of all other rows by rANS; -72 stands for a value that is in `far`
+    far      i32 for each of those, in order
+    low      k bits of each value, lowest first; rows in order, each in whole bytes          (little-endian)
+
+Table t is of a rounded Gaussian (t even) or of a mixture of three, which has heavier tails (t odd), whose deviation is
+2**((t // 2 + 1) / 2 - 7). Where the numbers were rounded with a dither that both ends know, there is one for each quarter
+of its magnitude, as in `models`.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import RemoteProtocolError
+from . import rans
+from .models import BINS, ZERO_SYMBOL, probabilities
+
+Array = np.ndarray[Any, Any]
+
+_TABLES, _WIDE, _MOST_LOW, _ZEROS = 40, 34, 24, 255
+_SYMBOLS = 2 * ZERO_SYMBOL + 1
+_SAMPLE = 4096
+"""Values of a row that are looked at to choose its table."""
+
+
+def write(values: Array, bins: Array | None = None) -> bytes:
+    """`values`: (rows, n) int32, below 2**30. `bins`: (rows, n) uint8, which quarter the dither is in."""
+    rows, n = values.shape
+    low = _low_bits(values)
+    rest = values >> low[:, None]
+    kinds = _choose(rest, bins, low)
+    far = np.abs(rest) > _reaches()[_table(kinds)][:, None]
+    symbols = np.where(far, 0, rest + ZERO_SYMBOL).astype(np.uint8)
+    kinds[~values.any(1)] = _ZEROS
+    low[kinds == _ZEROS] = 0
+    coded = kinds != _ZEROS
+    data = b""
+    if coded.any():
+        which = _which(kinds[coded], n, None if bins is None else bins[coded])
+        data = rans.encode(symbols[coded].reshape(-1), which, _tables())
+    parts = [kinds.tobytes(), len(data).to_bytes(4, "little"), data, rest[far].astype("<i4").tobytes()]
+    for row in np.flatnonzero(coded & (low > 0)):
+        bits = (values[row][:, None] >> np.arange(low[row])) & 1
+        parts.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
+    return b"".join(parts)
+
+
+def read(data: memoryview, rows: int, n: int, bins: Array | None = None) -> tuple[Array, int]:
+    """(values, bytes that they took). Raises `RemoteProtocolError`."""
+    kinds = np.frombuffer(data[:rows], np.uint8)
+    start = rows + 4
+    end = start + int.from_bytes(data[rows:start], "little")
+    low = np.where(kinds >= _TABLES, (kinds.astype(np.int64) - _TABLES) // 4 + 1, 0)
+    coded = kinds != _ZEROS
+    low[~coded] = 0
+    if data.nbytes < max(start, end) or (low > _MOST_LOW).any():
+        raise RemoteProtocolError("a message of numbers was cut")
+    values = np.zeros((rows, n), np.int32)
+    if coded.any():
+        which = _which(kinds[coded], n, None if bins is None else bins[coded])
+        values[coded] = rans.decode(data[start:end], which, _tables()).reshape(-1, n).astype(np.int32) - ZERO_SYMBOL
+    elif end != start:
+        raise RemoteProtocolError("a message of numbers is too long")
+    far = values == -ZERO_SYMBOL
+    start, end = end, end + 4 * int(far.sum())
+    if data.nbytes < end:
+        raise RemoteProtocolError("a message of numbers was cut")
+    values[far] = np.frombuffer(data[start:end], "<i4")
+    for row in np.flatnonzero(low):
+        k = int(low[row])
+        start, end = end, end + (n * k + 7) // 8
+        if data.nbytes < end:
+            raise RemoteProtocolError("a message of numbers was cut")
+        bits = np.unpackbits(np.frombuffer(data[start:end], np.uint8), count=n * k, bitorder="little").reshape(n, k)
+        values[row] = (values[row] << k) + (bits.astype(np.int32) << np.arange(k, dtype=np.int32)).sum(1)
+    return values, end
+
+
+def _low_bits(values: Array) -> Array:
+    """So many that the mean magnitude of the rest is 5 at most."""
+    size = np.abs(values[:, :: max(values.shape[1] // _SAMPLE, 1)]).mean(1)
+    return np.clip(np.ceil(np.log2(np.maximum(size, 1e-9) / 5)), 0, _MOST_LOW).astype(np.int64)
+
+
+def _choose(rest: Array, bins: Array | None, low: Array) -> Array:
+    """The kind of each row: what its values take the fewest bits by."""
+    rows, n = rest.shape
+    every = max(n // _SAMPLE, 1)
+    symbols = rest[:, ::every].astype(np.int64) + ZERO_SYMBOL
+    at = np.where((symbols < 0) | (symbols >= _SYMBOLS), 0, symbols) + (np.arange(rows) * (BINS * _SYMBOLS))[:, None]
+    if bins is not None:
+        at += bins[:, ::every] * (np.where(low > 0, 0, _SYMBOLS))[:, None]
+    count = np.bincount(at.reshape(-1), minlength=rows * BINS * _SYMBOLS).reshape(rows, BINS * _SYMBOLS)
+    bits = count.astype(np.float32) @ _costs()
+    last = np.argmin(bits[:, _WIDE : _WIDE + 4], 1)
+    return np.where(low > 0, _TABLES + 4 * (low - 1) + last, np.argmin(bits, 1)).astype(np.uint8)
+
+
+def _table(kinds: Array) -> Array:
+    return np.where(kinds < _TABLES, kinds, _WIDE + (kinds - _TABLES) % 4).astype(np.uint8)
+
+
+def _which(kinds: Array, n: int, bins: Array | None) -> Array:
+    """The rANS table of each value."""
+    plain = kinds < _TABLES
+    table = _table(kinds) * np.uint8(BINS)
+    if bins is None:
+        return np.repeat(table, n)
+    return (table[:, None] + bins * plain[:, None].astype(np.uint8)).reshape(-1)
+
+
+@lru_cache(maxsize=1)
+def _distributions() -> Array:
+    """(tables, bins, symbols)."""
+    rows: list[Array] = []
+    for t in range(_TABLES):
+        s = (1.0, 1.4142135)[(t // 2 + 1) % 2] * 2.0 ** ((t // 2 + 1) // 2 - 7)
+        shapes = [((0.5, 3), (1.0, 4), (2.0, 1)), ((1.0, 8),)][t % 2 == 0]
+        for b in range(BINS):
+            rows.append(sum(probabilities(s * wide, b) * weight for wide, weight in shapes) / 8)
+    return np.stack(rows).reshape(_TABLES, BINS, _SYMBOLS)
+
+
+@lru_cache(maxsize=1)
+def _reaches() -> Array:
+    """(tables,): the largest value that has a chance of 2**-13 or more; larger ones are `far`."""
+    likely = (_distributions() >= 2.0**-13).any(1)[:, 1:-1]
+    return np.where(likely, np.abs(np.arange(1 - ZERO_SYMBOL, ZERO_SYMBOL)), 0).max(1)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> rans.Tables:
+    """Table BINS * t + bin: frequencies of at least 1 within the reach, 2 for the sign of a `far` one."""
+    within = np.abs(np.arange(-ZERO_SYMBOL, ZERO_SYMBOL + 1)) <= np.repeat(_reaches(), BINS)[:, None]
+    chance = _distributions().reshape(-1, _SYMBOLS)
+    frequency = np.where(within, (chance * (rans.TOTAL - 2 - within.sum(1))[:, None]).astype(np.int64) + 1, 0)
+    frequency[:, 0] = 2
+    frequency[np.arange(len(frequency)), frequency.argmax(1)] += rans.TOTAL - frequency.sum(1)
+    return rans.make_tables(frequency)
+
+
+@lru_cache(maxsize=1)
+def _costs() -> Array:
+    """(bins * symbols, tables): bits; a value without a frequency is `far`."""
+    frequency = _tables().frequency.astype(np.float32)
+    bits = np.where(frequency > 0, -np.log2(np.maximum(frequency, 1) / rans.TOTAL), 43).astype(np.float32)
+    return np.ascontiguousarray(bits.reshape(_TABLES, BINS * _SYMBOLS).T)

@@ -1,0 +1,252 @@
+"""Rows turned to their principal axes, and rounded to one error on all axes: the fewest bytes there are. Pure.
+
+    way      u8: 0, the axes are those sent before; 1, axes follow; 2, what follows is a payload of `simple`
+    mark     u32: CRC-32 of the axes in use, as they were sent
+    axes     if they follow: r u16, exponents i8 for each axis, its d elements times 2**exponent as `numbers`
+    step     f32
+    exponent i8: elements are taken times 2**-exponent
+    sizes    tc: a byte s for each row as `numbers` (less 64): its elements are divided by 2**(7 - (s + 1/2)/4) first
+    values   for each axis, those of all rows, as `numbers`                               (little-endian)
+
+Rows are those of `row_width`, in parts of 1024 elements at most. The r axes sent, as columns, become the d in use by
+a complete QR decomposition of Householder reflections (LAPACK's, in float64).
+
+    tc-E    for activations, which are normalized for each token before they are used: the rows' sizes are sent apart;
+            axis by axis rounded to the nearest. The relative squared error of a row is E in the mean, the least that
+            so few bits allow: axes with less variance than their share of it are left out (reverse water-filling,
+            T. Cover and J. Thomas, "Elements of Information Theory", 10.3)
+    tcu-E   for gradients, unbiased: on all d axes q = floor(v / step + u + 1/2) is read as (q - u) * step, with
+            step**2 / 12 = E times the mean square; the dither u of element i of the values is that of `halves`
+
+New axes are sent when those before cannot hold the error, or after `_WORTH` times their own bytes. Both ends keep them;
+no other message changes anything.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..base import TensorSpec
+from ..errors import RemoteProtocolError
+from . import numbers
+from .base import Codec, Message, State
+from .entropy import ENTROPY
+from .lossy import Lossy, at_most_raw, row_width
+from .models import BINS
+from .noise import words
+from .rounded import exponent_of
+from .scales import reaches, scales_of
+
+_Array = numbers.Array
+_SAME, _NEW, _SIMPLE = 0, 1, 2
+_WIDEST, _LEAST_ROWS, _WORTH = 1024, 32, 8
+_FINEST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Transform(Lossy):
+    error: float = 0.001
+    bits: float = 1.0
+    """Typical bits per element."""
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"tc{'u' * self.unbiased}-{f'{self.error:.4f}'[2:].rstrip('0')}")
+
+    @property
+    def simple(self) -> Codec:
+        """For what has few or short rows."""
+        same = [codec for codec in ENTROPY if codec.whole == self.unbiased]
+        return min(same, key=lambda codec: abs(codec.error - self.error))
+
+    def write(
+        self, x: torch.Tensor, peak: float, spec: TensorSpec, state: State, message: Message
+    ) -> tuple[Sequence[torch.Tensor | bytes], State]:
+        width = _width(spec)
+        if not width or peak == 0:
+            inner, _ = self.simple.encode(x, {}, message)
+            return [bytes([_SIMPLE]), *map(bytes, inner)], state
+        exponent = exponent_of(peak)
+        rows = x.view(-1, width) * math.ldexp(1.0, -exponent)
+        sizes = b""
+        if not self.unbiased:
+            codes, divisors = _sizes(rows)
+            rows = rows / divisors[:, None]
+            sizes = numbers.write(codes.astype(np.int32)[None] - 64)
+        total = rows.square().mean().item()
+        step = float(np.float32(math.sqrt(12 * self.error * total)))
+        turn = state.get("turn")
+        axes, coefficients = b"", None
+        if turn is not None and len(turn) == width and state["spent"][0] < _WORTH * state["spent"][1]:
+            coefficients, step = self._project(rows, turn, int(state["rank"]), total, step)
+        if coefficients is None:
+            axes, turn, rank = self._axes(rows, step)
+            state = {
+                "turn": turn, "rank": torch.tensor(rank), "mark": torch.tensor(zlib.crc32(axes)),
+                "spent": torch.tensor([0, len(axes)]),
+            }  # fmt: skip
+            coefficients, step = self._project(rows, turn, rank, total, step, final=True)
+            assert coefficients is not None
+        values, bins = self._round(coefficients, step, message.key)
+        coded = numbers.write(values, bins)
+        spent = state["spent"] + torch.tensor([len(coded) + len(sizes), 0])
+        head = bytes([_NEW if axes else _SAME]) + int(state["mark"]).to_bytes(4, "little") + axes
+        head += np.float32(step).astype("<f4").tobytes() + exponent.to_bytes(1, "little", signed=True)
+        return [head, sizes, coded], {**state, "spent": spent}
+
+    def read(
+        self, body: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message
+    ) -> tuple[torch.Tensor, State]:
+        width, numel = _width(spec), spec.packed.numel
+        flat = TensorSpec((numel,), "float32")
+        if body.nbytes and body[0] == _SIMPLE:
+            if not self.simple.accepts(flat, body.nbytes - 1):
+                raise RemoteProtocolError("a message has another length")
+            return self.simple.decode(memoryview(bytearray(body[1:])), flat, device, {}, message)[0], state
+        if body.nbytes < 10 or not width or body[0] not in (_SAME, _NEW):
+            raise RemoteProtocolError(f"{body.nbytes} bytes came that are no message in principal axes")
+        at = 5
+        mark = int.from_bytes(body[1:5], "little")
+        if body[0] == _NEW:
+            turn, rank, used = _read_axes(body[5:], width)
+            at += used
+            state = {"turn": turn.to(device), "rank": torch.tensor(rank), "mark": torch.tensor(zlib.crc32(body[5:at]))}
+        if "mark" not in state or int(state["mark"]) != mark or len(state["turn"]) != width or body.nbytes < at + 5:
+            raise RemoteProtocolError("a message came in principal axes that were never sent")
+        turn = state["turn"].to(device)
+        step = np.frombuffer(body[at : at + 4], "<f4")[0]
+        down = math.ldexp(1.0, int.from_bytes(body[at + 4 : at + 5], "little", signed=True))
+        at += 5
+        rows = numel // width
+        scale: Any = down
+        if not self.unbiased:
+            codes, used = numbers.read(body[at:], 1, rows)
+            at += used
+            scale = down * _divisors(np.clip(codes[0] + 64, 0, 127)).to(device)[:, None]
+        rank = width if self.unbiased else int(state["rank"])
+        u, bins = _dither(message.key, rank * rows) if self.unbiased else (None, None)
+        values, used = numbers.read(body[at:], rank, rows, None if bins is None else bins.reshape(rank, rows))
+        if at + used != body.nbytes:
+            raise RemoteProtocolError("a message in principal axes has another length")
+        v = torch.from_numpy(values).to(device, torch.float32)
+        if u is not None:
+            shift = torch.from_numpy(u).to(device).view(rank, rows)
+            v = torch.where(shift < 0, -v, v) - shift
+        return ((v.T @ (turn[:, :rank].T * float(step))) * scale).reshape(-1), state
+
+    def coded_bytes(self, spec: TensorSpec) -> int:
+        numel, width = spec.packed.numel, _width(spec)
+        if not width:
+            return 1 + self.simple.size_bytes(TensorSpec((numel,), "float32"))
+        lanes = 0 if numel < 1 else 64
+        return 30 + lanes + 2 * width + math.ceil(numel * self.bits / 8)
+
+    def accepts(self, spec: TensorSpec, nbytes: int) -> bool:
+        return at_most_raw(spec, nbytes)
+
+    def _project(
+        self, rows: torch.Tensor, turn: torch.Tensor, rank: int, total: float, step: float, final: bool = False
+    ) -> tuple[torch.Tensor | None, float]:
+        """(axes, rows), and the step that gives the error; None if these axes cannot."""
+        if self.unbiased:
+            return (rows @ turn).T, step
+        coefficients = (rows @ turn[:, :rank]).T
+        variance = coefficients.square().mean(1).double().cpu().numpy() / rows.shape[1]
+        outside = max(total - float(variance.sum()), 0.0)
+        if not final and outside > 0.5 * self.error * total:
+            return None, step
+        share = _water(variance, max(self.error * total - outside, 0.25 * self.error * total))
+        return coefficients, float(np.float32(math.sqrt(12 * share * rows.shape[1])))
+
+    def _round(self, coefficients: torch.Tensor, step: float, key: int) -> tuple[_Array, _Array | None]:
+        v = coefficients * (1 / step)
+        if not self.unbiased:
+            return v.round_().clamp_(-(2.0**29), 2.0**29).to(torch.int32).contiguous().cpu().numpy(), None
+        u, bins = _dither(key, v.numel())
+        shift = torch.from_numpy(u).to(v.device).view(v.shape)
+        q = (v + shift + 0.5).floor_()
+        q = torch.where(shift < 0, -q, q).clamp_(-(2.0**29), 2.0**29)
+        return q.to(torch.int32).cpu().numpy(), bins.reshape(v.shape)
+
+    def _axes(self, rows: torch.Tensor, step: float) -> tuple[bytes, torch.Tensor, int]:
+        """(as they are sent, all d of them as columns, how many were sent)."""
+        width = rows.shape[1]
+        sample = rows[:: max(len(rows) // (4 * width), 1)]
+        variance, axes = torch.linalg.eigh((sample.T @ sample / len(sample)).double())
+        variance, axes = variance.flip(0).clamp_min(0).cpu().numpy(), axes.flip(1).T.cpu().numpy()
+        least = step**2 / 12 * (0.25 if self.unbiased else 0.5)
+        rank = max(int((variance > least).sum()), 1)
+        # an axis off by a part of 2**-exponent in each element leaks that part of its variance to all others
+        fine = np.ceil(np.log2(np.maximum(32 * np.sqrt(variance[:rank]) / step, 1))).clip(3, _FINEST).astype(np.int64)
+        codes = np.rint(axes[:rank] * np.exp2(fine)[:, None]).astype(np.int32)
+        sent = rank.to_bytes(2, "little") + fine.astype(np.int8).tobytes() + numbers.write(codes)
+        return sent, _completed(codes, fine).to(rows.device), rank
+
+
+def _read_axes(data: memoryview, width: int) -> tuple[torch.Tensor, int, int]:
+    """(all axes as columns, how many were sent, bytes that they took)."""
+    rank = int.from_bytes(data[:2], "little")
+    fine = np.frombuffer(data[2 : 2 + rank], np.int8).astype(np.int64)
+    if not 0 < rank <= width or len(fine) != rank:
+        raise RemoteProtocolError(f"{rank} axes came for rows of {width} elements")
+    codes, used = numbers.read(data[2 + rank :], rank, width)
+    return _completed(codes, fine), rank, 2 + rank + used
+
+
+def _completed(codes: _Array, fine: _Array) -> torch.Tensor:
+    """(d, d) float32, columns orthonormal; the first r span what (r, d) codes * 2**-fine do."""
+    axes = codes * np.exp2(-fine.astype(np.float64))[:, None]
+    return torch.from_numpy(np.linalg.qr(axes.T, mode="complete").Q.astype(np.float32))
+
+
+def _sizes(rows: torch.Tensor) -> tuple[_Array, torch.Tensor]:
+    """A byte for the root mean square of each row, in quarters of an octave, and what to divide by."""
+    codes = (scales_of(rows.square().mean(1).sqrt()) >> 1).clamp(max=127).cpu().numpy()
+    return codes, _divisors(codes).to(rows.device)
+
+
+def _divisors(codes: _Array) -> torch.Tensor:
+    """2**(7 - (s + 1/2)/4)."""
+    return reaches()[1::2][torch.from_numpy(codes.astype(np.int64)).clamp(max=126)]
+
+
+def _dither(key: int, count: int) -> tuple[_Array, _Array]:
+    """(u in (-1/2, 1/2), its quarter): the low halves of the words with counters from 0, then the high ones."""
+    half = (count + 1) // 2
+    word = words(key, 0, half, torch.device("cpu"))
+    halves = torch.cat([word & 0xFFFF, (word >> 16) & 0xFFFF])[:count]
+    u = (halves.float() - 32767.5) * 2.0**-16
+    return u.numpy(), (u.abs() * (2 * BINS)).to(torch.uint8).numpy()
+
+
+def _water(variance: _Array, error: float) -> float:
+    """The level w with sum(min(variance, w)) = error."""
+    rising = np.sort(variance)
+    below = np.concatenate([[0.0], np.cumsum(rising)])
+    for i in range(len(rising)):
+        level = (error - below[i]) / (len(rising) - i)
+        if level <= rising[i]:
+            return max(level, 1e-12 * error)
+    return float(max(rising[-1], error))
+
+
+def _width(spec: TensorSpec) -> int:
+    """Elements in a row, or 0 where rows are too few or too short."""
+    numel, width = spec.packed.numel, row_width(spec)
+    parts = -(-width // _WIDEST)
+    width = width // parts if width % parts == 0 else 0
+    return width if width >= 16 and numel // width >= max(_LEAST_ROWS, width // 2) else 0
+
+
+TRANSFORM = (
+    *(Transform(error=error, bits=bits) for error, bits in ((0.0005, 1.5), (0.001, 1.2), (0.0025, 0.9), (0.005, 0.7), (0.01, 0.6), (0.02, 0.5))),
+    *(
+        Transform(error=error, bits=bits, unbiased=True)
+        for error, bits in ((0.02, 1.3), (0.05, 1.0), (0.1, 0.8), (0.2, 0.6), (0.4, 0.5))
+    ),
+)
