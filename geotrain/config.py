@@ -317,7 +317,8 @@ DataConfig = Annotated[
 class TrainConfig(Section):
     """[train]: the optimization. A step is `microbatches` of `microbatch_size` samples each."""
 
-    steps: Count = 100
+    steps: Annotated[int, Field(ge=0, le=2**31)] = 100
+    """0: nothing is trained; what the run starts from is evaluated and saved."""
 
     microbatches: Count = 8
 

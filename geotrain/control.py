@@ -8,6 +8,7 @@ better plan is found while all is well, the step is finished, the stages hand th
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from . import events, protocol
@@ -28,6 +29,7 @@ from .runstate import (
     LedgerCommit,
     LedgerRollback,
     Lost,
+    MarkBest,
     Member,
     PlanChosen,
     PlanRefused,
@@ -143,13 +145,23 @@ def _said(state: State, name: str, message: protocol.FromPeer, now_s: float) -> 
         case protocol.Scored(epoch, step, losses) if stage is not None and epoch == state.epoch:
             if step not in state.evaluating or not losses:
                 return state, []
-            state = replace(state, evaluating=state.evaluating - {step})
-            scored = Emit(events.Evaluated(step, sum(losses) / len(losses)))
-            return _then(_drained(state, now_s), scored)
+            return _scored(replace(state, evaluating=state.evaluating - {step}), step, losses, now_s)
         case protocol.Saved(epoch, step, of) if of == stage and epoch == state.epoch:
             return _saved(state, step, of)
         case _:
             return state, []
+
+
+def _scored(state: State, step: int, losses: Sequence[float], now_s: float) -> Result:
+    loss = sum(losses) / len(losses)
+    commands: list[Command] = [Emit(events.Evaluated(step, loss))]
+    if state.best is None or loss < state.best[1]:
+        state = replace(state, best=(step, loss), worse=0)
+        if state.settings.keep_best and step > 0:
+            commands.append(MarkBest(step, loss))
+    else:
+        state = replace(state, worse=state.worse + 1)
+    return _then(_drained(state, now_s), *commands)
 
 
 def _loaded(state: State, stage: int, now_s: float) -> Result:
@@ -162,7 +174,13 @@ def _loaded(state: State, stage: int, now_s: float) -> Result:
     instructions: list[protocol.Instruction] = []
     if not state.moved:
         state = _evaluate(state, instructions)
-    instructions.append(protocol.Train(state.done))
+    if state.done < state.settings.steps:
+        instructions.append(protocol.Train(state.done))
+    else:  # there is nothing to train: what there is is saved
+        assert state.plan is not None
+        saving = {state.done: frozenset(range(len(state.plan.stages)))}
+        state = replace(state, phase="draining", after="done", saving=saving)
+        instructions.append(protocol.Checkpoint(state.done))
     return state, [
         Emit(events.Prepared(state.epoch, state.done)),
         Feed(state.epoch, state.done),
@@ -191,7 +209,7 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
     seconds = now_s - (now_s if state.committed_s is None else state.committed_s)
 
     state = replace(state, done=step + 1, ready={}, committed_s=now_s)
-    if state.done == settings.steps:
+    if state.done == settings.steps or _enough(state):
         after = "done"
     elif state.stopping:
         after = "interrupted"
@@ -268,7 +286,13 @@ def _drained(state: State, now_s: float) -> Result:
         return _replan(state, now_s)
     if state.after == "move":
         return _move(state)
-    return _finish(state, state.after or "done", now_s, failed=False)
+    early = state.done < state.settings.steps and _enough(state)
+    reason = f"the held-out loss has not fallen in {state.worse} evaluations" if early else state.after or "done"
+    return _finish(state, reason, now_s, failed=False)
+
+
+def _enough(state: State) -> bool:
+    return 0 < state.settings.patience <= state.worse
 
 
 def _move(state: State) -> Result:

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import channel, control, events, protocol, runstate
 from .base import COORDINATOR, PROTOCOL_VERSION, Peer, Plan
-from .checkpoint import prune
+from .checkpoint import best_so_far, prune, set_best
 from .config import JobConfig
 from .data import Source
 from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
@@ -87,16 +87,19 @@ class Coordinator:
             evaluate_every=job.evaluate.every,
             evaluate_microbatches=min(job.evaluate.microbatches, source.held_out_microbatches),
             checkpoint_every=job.checkpoint.every,
+            keep_best=job.evaluate.keep_best,
+            patience=job.evaluate.patience,
             keep_gradients=keep_gradients,
             survey=plan is None,
             wait_s=wait_s,
         )
         step = self._folder.checkpoint.manifest.step if self._folder.checkpoint else 0
-        if step >= settings.steps:
+        if step > 0 and step >= settings.steps:
             raise UserError(f"the run has done all its {step} steps; raise train.steps to go on")
         self._folder.ledger.roll_back(step, epoch=0)
         now = time.monotonic()
-        self._state = runstate.State(settings, now, now, done=step, checkpoint=step)
+        best = best_so_far(run_dir) if resume else None
+        self._state = runstate.State(settings, now, now, done=step, checkpoint=step, best=best)
         self._checkpoints = {step: self._folder.checkpoint.path} if self._folder.checkpoint else {}
         kept = (*graph.parameters, *(n for n, b in graph.buffers.items() if b.persistent))
         losses = [row.loss for row in self._folder.ledger.commits()]
@@ -311,6 +314,8 @@ class Coordinator:
                 del self._result.losses[len(self._result.losses) - forgotten :]
             case runstate.WriteCheckpoint(step):
                 self._spawn(self._write(step))
+            case runstate.MarkBest(step, loss):
+                set_best(self.run_dir, step, loss)
             case runstate.Emit(event):
                 self._emit(event)
                 if isinstance(event, events.StepCommitted):
@@ -390,8 +395,9 @@ class Coordinator:
             question = self._scheduler.ask(self._known(), time.monotonic())
             steps_left = self._state.settings.steps - self._state.done
             found = await asyncio.to_thread(self._scheduler.better, question, layout, steps_left, deviations)
-            self._emit(events.Considered(self._state.done, found.reason))
-            if found.layout is not None and (self._state.epoch, self._state.phase) == (epoch, "training"):
+            if found.layout is None:
+                self._emit(events.Considered(self._state.done, found.reason))
+            elif (self._state.epoch, self._state.phase) == (epoch, "training"):
                 self._proposed = found.layout
                 self._post(runstate.Switch(epoch, found.layout.plan, found.reason))
         finally:
@@ -408,10 +414,15 @@ class Coordinator:
 
     def _announce(self, layout: Layout, reason: str) -> None:
         plan = layout.plan
-        self._scheduler.began(layout, self._known(), time.monotonic())
+        timeline = self._scheduler.began(layout, self._known(), time.monotonic())
         self._folder.write_plan(plan)
         ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
-        self._emit(events.Planned(plan, ops, layout.blocks, self.graph.num_parameters, reason))
+        self._emit(
+            events.Planned(
+                plan, ops, layout.blocks, self.graph.num_parameters, reason, timeline.step_seconds, timeline.why,
+                timeline.loads,
+            )
+        )  # fmt: skip
 
     def _tell(
         self,

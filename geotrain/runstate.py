@@ -20,7 +20,8 @@ class Settings:
     """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost. With
     `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most.
     The run is evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at
-    its end and every so many steps. `parameters` is the model's order, in which `clip` adds norms."""
+    its end and every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
+    evaluations in a row have not lowered the held-out loss. `parameters` is the model's order, in which `clip` adds norms."""
 
     steps: int
     peers: int
@@ -31,6 +32,8 @@ class Settings:
     evaluate_every: int = 0
     evaluate_microbatches: int = 0
     checkpoint_every: int = 0
+    keep_best: bool = False
+    patience: int = 0
     keep_gradients: bool = False
     survey: bool = False
     wait_s: float = 300.0
@@ -44,7 +47,8 @@ class Settings:
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether the state after `step` steps is saved."""
-        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+        due = step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+        return due or (self.keep_best and self.evaluation_due(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class State:
     stages whose part of a checkpoint is still on its way; `writing` the checkpoints being completed on disk;
     `evaluating` the evaluations without an answer. `after` says what follows when all these are empty. `switch` is
     the plan to go over to at the next commit; `moved`: this epoch began by going over, not from a checkpoint.
+    `best`: the evaluation with the least held-out loss, by step; `worse`: how many came since.
     `gathering_s` is when gathering began, `committed_s` when the last step was committed or training began.
     """
 
@@ -92,6 +97,8 @@ class State:
     switch: "Switch | None" = None
     moved: bool = False
     stopping: bool = False
+    best: tuple[int, float] | None = None
+    worse: int = 0
     committed_s: float | None = None
 
     def stage_of(self, name: str) -> int | None:
@@ -294,6 +301,14 @@ class WriteCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkBest:
+    """No state had a lower held-out loss than the one after this step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     event: events.RunEvent
 
@@ -308,5 +323,5 @@ class Finish:
 
 Command = (
     Welcome | Refuse | Dismiss | Survey | Propose | Prepare | Adopt | Feed | Instruct | LedgerCommit | LedgerRollback
-    | WriteCheckpoint | Emit | Finish
+    | WriteCheckpoint | MarkBest | Emit | Finish
 )  # fmt: skip
