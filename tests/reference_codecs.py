@@ -19,7 +19,7 @@ def decode(name: str, payload: bytes, shape: tuple[int, ...], dtype: str, key: i
     elif name == "int8":
         x = int8(body, numel, shape[-1])
     elif name.startswith("ec"):
-        x = entropy(body, numel, name, key)
+        x = entropy(body, numel, shape[-1], name, key)
     else:
         x = hadamard(body, numel, int(name[2]), name.endswith("u"), key)
     most = F(3.3895314e38) if dtype == "bfloat16" else np.finfo(F).max
@@ -96,7 +96,7 @@ def power(exponent: int, more: int = 0) -> np.float32:
 # -- ec and ecm: dithered, entropy-coded
 
 
-def entropy(body: bytes, numel: int, name: str, key: int) -> np.ndarray:
+def entropy(body: bytes, numel: int, channels: int, name: str, key: int) -> np.ndarray:
     error, whole = float("0." + name.split("-")[1]), name.startswith("ecm")
     blocks, length = -(-numel // 64), int.from_bytes(body[1:5], "little")
     change = rans(body[5 : 5 + length], np.zeros(blocks, np.int64), [deltas()])
@@ -105,17 +105,22 @@ def entropy(body: bytes, numel: int, name: str, key: int) -> np.ndarray:
     sigma = reach[1::2]  # [127] is 0
     if whole:
         mean = sum(float(sigma[r]) ** 2 * int(n) for r, n in enumerate(np.bincount(size, minlength=128))) / blocks
-        wanted = np.float32(np.sqrt(12 * error * mean) * 0.9576033)
-        one = int(np.flatnonzero(reach[:255] >= wanted)[-1]) if wanted else 255
-        group = (one - 2 * size) >> 1
-        step = np.where(group > 12, sigma[size] / F(8), reach[one])
-        step = np.where(size == 127, F(0), step).astype(F)
-        deviations = [0.0] + [float(EIGHTHS_DOUBLE[i % 4 * 2]) * 2.0 ** (i // 4) for i in range(-28, 13)]
-        group = np.where(size == 127, 0, np.clip(group, -28, 12) + 29)
+        means = np.full(blocks, mean)
     else:
-        step = sigma[size] * F(np.sqrt(12 * error))
-        deviations = [0.0, 1 / float(np.sqrt(12 * error))]
-        group = (size != 127).astype(np.int64)
+        each = channels // 64 if channels % 64 == 0 else 1
+        means = []
+        for row in sigma[size].astype(float).reshape(-1, each):
+            mean = 0.0
+            for value in row.tolist():
+                mean += value * value
+            means += [mean / each] * each
+    wanted = (np.sqrt(12 * error * np.array(means)) * 0.9576033).astype(F)
+    one = np.array([np.flatnonzero(reach[:255] >= w)[-1] if w else 255 for w in wanted])
+    group = (one - 2 * size) >> 1
+    step = np.where(group > 12, sigma[size] / F(8), reach[one])
+    step = np.where(size == 127, F(0), step).astype(F)
+    deviations = [0.0] + [float(EIGHTHS_DOUBLE[i % 4 * 2]) * 2.0 ** (i // 4) for i in range(-28, 13)]
+    group = np.where(size == 127, 0, np.clip(group, -28, 12) + 29)
     needed = {g: [gaussian(deviations[g], quarter) for quarter in range(4)] for g in set(group.tolist())}
     tables = [needed[g][quarter] if g in needed else None for g in range(len(deviations)) for quarter in range(4)]
     noise, which, steps, widths = [], [], [], []

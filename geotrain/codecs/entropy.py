@@ -7,21 +7,23 @@
     values    q = floor(v / step + u + 1/2) for each coefficient in the order of `tiles`, by rANS (see `models`);
               read as (q - u) * step                                                                (little-endian)
 
-With sigma = 2**(7 - (r + 1/2)/4), the nominal size of a block:
+One step serves a group of blocks: it is the nearest in 1/8 octaves to sqrt(12 E m), where m is the group's mean square,
+from sigma = 2**(7 - (r + 1/2)/4), the nominal size of a block; but sigma / 8 at least. So small blocks cost next to
+nothing, and the bytes are the fewest for the error of the group. The class of a block, 4 * log2(sigma / step) rounded
+down and from -28 to 12, chooses the tables; blocks of zeros have their own.
 
-    ec-E    step = sigma * sqrt(12 E): each block has a relative squared error of E. For activations: what reads them
-            normalizes each token, so all are equally important.
-    ecm-E   one step for the message, of E times its mean square (the nearest of the 1/8 octaves), but sigma / 8 at
-            least: small blocks cost next to nothing. For gradients, which are added up. The class of a block, 4 *
-            log2(sigma / step) from -28 to 12, chooses the tables.
+    ec-E    a group is a row (see `row_width`; a block where that is no multiple of 64): E for each token. For
+            activations: what reads them normalizes each token, so all are equally important.
+    ecm-E   a group is the message. For gradients, which are added up.
 
 E is written as its decimals: ec-02 is 0.02. The dither makes the error uniform and independent of v, with a mean of
-zero; it is step**2 / 12, exactly, within -0/+19 % (ec) or 20 % (ecm) of E, for any input.
+zero; its mean square is step**2 / 12, within 30 % of E times the group's, for any input.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from ..errors import RemoteProtocolError
 from . import rans, tiles
 from .base import Message, State
 from .fast import entropy_kernels as kernels
-from .lossy import Lossy, at_most_raw
+from .lossy import Lossy, at_most_raw, row_width
 from .models import BINS, ZERO_SYMBOL, delta_tables, gaussian_tables
 from .rounded import exponent_of
 from .scales import EIGHTHS, reaches, scales_of
@@ -63,11 +65,11 @@ class Entropy(Lossy):
         v, energy = _rotated(x, math.ldexp(1.0, -exponent), message.key)
         scale = scales_of(energy.sqrt() / 8).cpu().numpy()
         size = np.where(scale == 255, _NONE, np.minimum(scale >> 1, _NONE - 1)).astype(np.uint8)
-        steps, group = self._steps(size)
+        steps, group = self._steps(size, spec)
         symbols, which = _quantized(v, steps, group, message.key)
         before = np.concatenate([np.array([64], np.uint8), size[:-1]])
         sizes = rans.encode((size - before + 64) & 127, np.zeros(len(size), np.uint8), delta_tables())
-        values = rans.encode(symbols, which, self._tables())
+        values = rans.encode(symbols, which, _tables())
         head = exponent.to_bytes(1, "little", signed=True) + len(sizes).to_bytes(4, "little")
         return [head, sizes, values], state
 
@@ -80,9 +82,9 @@ class Entropy(Lossy):
         blocks = blocks_of(spec.packed.numel)
         change = rans.decode(body[5:end], np.zeros(blocks, np.uint8), delta_tables())
         size = (np.cumsum(change.astype(np.int64) - 64) + 64).astype(np.uint8) & 127
-        steps, group = self._steps(size)
+        steps, group = self._steps(size, spec)
         which = _which(group, message.key)
-        symbols = rans.decode(body[end:], which, self._tables())
+        symbols = rans.decode(body[end:], which, _tables())
         down = math.ldexp(1.0, int.from_bytes(body[:1], "little", signed=True) - 6)
         return _restored(symbols, steps, message.key, down, spec.packed.numel, device), state
 
@@ -94,28 +96,31 @@ class Entropy(Lossy):
     def accepts(self, spec: TensorSpec, nbytes: int) -> bool:
         return at_most_raw(spec, nbytes)
 
-    def _steps(self, size: _Array) -> tuple[_Array, _Array]:
+    def _steps(self, size: _Array, spec: TensorSpec) -> tuple[_Array, _Array]:
         """(blocks,) float32 steps and uint8 classes, from the sizes r."""
-        sigma = _sigmas()
-        if not self.whole:
-            steps = sigma * np.float32(math.sqrt(12 * self.error))
-            return steps[size], (size != _NONE).astype(np.uint8)
-        count = np.bincount(size, minlength=128)
-        mean = sum(int(n) * float(s) ** 2 for n, s in zip(count, sigma, strict=True)) / len(size)
+        width, sigma = row_width(spec), _sigmas()
+        if self.whole:
+            count = np.bincount(size, minlength=128)
+            mean = np.array([sum(int(n) * float(s) ** 2 for n, s in zip(count, sigma, strict=True)) / len(size)])
+        else:
+            rows = sigma[size].astype(np.float64).reshape(-1, width // BLOCK if width % BLOCK == 0 else 1)
+            mean = np.zeros(len(rows))
+            for column in rows.T:  # one after the other, so that all machines round alike
+                mean = mean + column * column
+            mean = mean / rows.shape[1]
         # 2**(1/16) less, so that the least step above is the nearest
-        one = int(scales_of(torch.tensor([math.sqrt(12 * self.error * mean) * 0.9576033]))[0])
-        r = np.arange(128)
-        klass = (one - 2 * r) >> 1
-        steps = np.where(klass > _MOST, sigma / np.float32(8), reaches().numpy()[one])
-        steps[_NONE] = 0
-        klass = np.clip(klass, _LEAST, _MOST) - _LEAST + 1
-        klass[_NONE] = 0
-        return steps.astype(np.float32)[size], klass.astype(np.uint8)[size]
+        wanted = np.sqrt(12 * self.error * mean) * 0.9576033
+        one = scales_of(torch.as_tensor(wanted.astype(np.float32))).numpy().repeat(len(size) // len(mean))
+        group = (one - 2 * size.astype(np.int64)) >> 1
+        steps = np.where(group > _MOST, sigma[size] / np.float32(8), reaches().numpy()[one])
+        group = np.clip(group, _LEAST, _MOST) - _LEAST + 1
+        steps[size == _NONE], group[size == _NONE] = 0, 0
+        return steps.astype(np.float32), group.astype(np.uint8)
 
-    def _tables(self) -> rans.Tables:
-        if not self.whole:
-            return gaussian_tables((0.0, 1 / math.sqrt(12 * self.error)))
-        return gaussian_tables((0.0, *(EIGHTHS[i % 4 * 2] * 2.0 ** (i // 4) for i in range(_LEAST, _MOST + 1))))
+
+@lru_cache(maxsize=1)
+def _tables() -> rans.Tables:
+    return gaussian_tables((0.0, *(EIGHTHS[i % 4 * 2] * 2.0 ** (i // 4) for i in range(_LEAST, _MOST + 1))))
 
 
 def _sigmas() -> _Array:
