@@ -53,7 +53,9 @@ def price(problem: Problem, order: Sequence[int], cuts: Sequence[int], codecs: P
     pairs = [(0, 0)] * len(cuts) if codecs is None else list(codecs)
     bounds = [0, *cuts, problem.borders - 1]
     flows = _Flows(problem, order, bounds, pairs)
-    compute = np.array([problem.seconds(p)[a, b] for p, (a, b) in zip(order, pairwise(bounds), strict=True)])
+    peers, row = np.asarray(order, np.intp), np.arange(len(order))
+    work = problem.work[problem.kind[peers]]
+    compute = (work[row, bounds[1:]] - work[row, bounds[:-1]]) / problem.speed[peers]
     for k, ((f, g), border) in enumerate(zip(pairs, cuts, strict=True)):
         pair = int(np.flatnonzero((problem.pairs == (f, g)).all(axis=1))[0])
         compute[k] += problem.sender_seconds[pair, border]
@@ -157,12 +159,17 @@ def _hold(
     problem: Problem, order: Sequence[int], bounds: Sequence[int], compute: Floats, flows: _Flows
 ) -> tuple[float, tuple[int, ...], tuple[bool, ...], Floats] | None:
     """The least period that compute, links and memory allow, with windows and who recomputes. None: does not fit."""
-    stages = list(pairwise(bounds))
-    plain = [problem.max_windows(p, False)[a, b] for p, (a, b) in zip(order, stages, strict=True)]
-    again = [problem.max_windows(p, True)[a, b] for p, (a, b) in zip(order, stages, strict=True)]
-    extra = [float(problem.again_seconds(p)[a, b]) for p, (a, b) in zip(order, stages, strict=True)]
+    first, end = np.asarray(bounds[:-1]), np.asarray(bounds[1:])
+    peers = np.asarray(order, np.intp)
+    plain, again = (
+        np.array([float(problem.max_windows(p, r, a, b)) for p, a, b in zip(order, first, end, strict=True)])
+        for r in (False, True)
+    )
+    row = problem.forward_work[problem.kind[peers]]
+    stages = np.arange(len(order))
+    extra = (row[stages, end] - row[stages, first]) / problem.speed[peers]
     many = problem.microbatches
-    if not np.isfinite(flows.period) or any(max(pair) < 1 for pair in zip(plain, again, strict=True)):
+    if not np.isfinite(flows.period) or np.any(np.maximum(plain, again) < 1):
         return None
     period = max(flows.period, float(compute.max()))
     after = np.append(flows.transfers, 0.0)
@@ -176,7 +183,7 @@ def _hold(
         rest, seconds, chosen, rtts = 0.0, compute.copy(), [False] * len(order), [0.0] * len(order)
         least = period
         for k in reversed(range(len(order))):
-            c, c2 = float(compute[k]), float(compute[k]) + extra[k]
+            c, c2 = float(compute[k]), float(compute[k] + extra[k])
             rest += after[k]
             one, two = needed(c, rest + c, plain[k]), needed(c2, rest + c2, again[k])
             if one > period * (1 + 1e-12) and two <= one:

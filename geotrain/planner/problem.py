@@ -177,20 +177,20 @@ class Problem:
         until = self.forward_work[self.kind[peer]] / self.speed[peer]
         return until[None, :] - until[:, None]
 
-    def max_windows(self, peer: int, recompute: bool) -> Floats:
-        """(B, B): how many microbatches a stage may hold within the peer's memory; at most all of a step. 0 where it
-        cannot run: it is empty, or not one fits (with GPipe: not all)."""
+    def max_windows(self, peer: int, recompute: bool, first: Any = None, end: Any = None) -> Floats:
+        """How many microbatches a stage may hold within the peer's memory, by (first, end) border (B, B) or of the
+        given ones; at most all of a step. 0 where it cannot run: it is empty, or not one fits (with GPipe: not all)."""
+        borders = np.arange(self.borders)
+        i, j = (borders[:, None], borders) if first is None else (np.asarray(first), np.asarray(end))
+        held, each = self.state_bytes[i, j], self.activation_bytes[i, j]
         if recompute:
-            held, each = self.state_bytes + self.activation_bytes, self.received_bytes
-        else:
-            held, each = self.state_bytes, self.activation_bytes
+            held, each = held + each, self.received_bytes[i, j]
         room = self.memory[peer] - held
         with np.errstate(divide="ignore", invalid="ignore"):
             live = np.where(each > 0, np.floor(room / each), np.inf)
-        live = np.where(room >= 0, np.clip(live, 0, self.microbatches), 0)
+        live = np.where((room >= 0) & (i < j), np.clip(live, 0, self.microbatches), 0)
         if self.schedule == "gpipe":
             live = np.where(live >= self.microbatches, live, 0)
-        live[np.tril_indices(self.borders)] = 0
         return live
 
     def stage_bytes(self, first: int, end: int, window: int, recompute: bool) -> float:
