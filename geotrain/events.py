@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .base import Plan, StageReport
+from .flows import LinkLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +27,22 @@ class Waiting:
 class Planned:
     """A plan was chosen. `stage_ops`: op count by stage; `stage_blocks`: a phrase by stage, such as
     `blocks.0-blocks.2`; `parameters`: how many the model has; `reason`: why the plan before it was given up while
-    the run went on (empty for a plan that starts from weights on disk, or fresh)."""
+    the run went on (empty for a plan that starts from weights on disk, or fresh). The simulator's word of a step:
+    `predicted_s` seconds, what it waits for most (`bottleneck`, in words), and what crosses which link (`loads`)."""
 
     plan: Plan
     stage_ops: tuple[int, ...]
     stage_blocks: tuple[str, ...]
     parameters: int
     reason: str = ""
+    predicted_s: float = 0.0
+    bottleneck: str = ""
+    loads: tuple[LinkLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """After `step` steps something was not as planned, and a better plan was looked for. `reason`: what came of it."""
+    """After `step` steps something was not as planned, and the plan stays all the same; `reason` says why."""
 
     step: int
     reason: str

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import events
-from .base import COORDINATOR, Plan, StageReport
+from .base import COORDINATOR, CodecUse, Plan, StageReport
 
 ACTIVITIES: tuple[str, ...] = ("compute", "rest", "sending", "waiting", "commit", "other")
 
@@ -35,7 +35,10 @@ class _PeerFacts:
 @dataclass(slots=True)
 class _LinkFacts:
     nbytes: int = 0
+    timed_bytes: int = 0
     busy_s: float = 0.0
+    codecs: dict[str, CodecUse] = field(default_factory=dict[str, CodecUse])
+    """What its sender's codecs did to what crossed it, by codec."""
 
 
 class Recorder:
@@ -64,6 +67,10 @@ class Recorder:
                 self._peers[name] = _PeerFacts(flops_per_s, memory_bytes, duty)
             case events.Planned():
                 self._planned = event
+                if event.reason:
+                    self._log.append(f"another plan after step {max(self._steps, default=0)}: {event.reason}")
+            case events.Considered(step, reason):
+                self._log.append(f"the plan stays after step {step}: {reason}")
             case events.Prepared(epoch, step):
                 self._steps = {done: row for done, row in self._steps.items() if done <= step}
                 self._recent.clear()
@@ -92,12 +99,25 @@ class Recorder:
             for use in report.links:
                 link = self._links.setdefault((use.src, use.dst), _LinkFacts())
                 link.nbytes += use.nbytes
+                link.timed_bytes += use.timed_bytes
                 link.busy_s += use.busy_s
+            for use in report.codecs if plan is not None else ():
+                self._encoded(report, use, plan)
             if report.peer in self._peers and plan is not None:
                 peer = self._peers[report.peer]
                 peer.memory_used_bytes = max(peer.memory_used_bytes, report.memory_bytes)
                 for activity, seconds in account(report, event, plan).items():
                     peer.seconds[activity] += seconds
+
+    def _encoded(self, report: StageReport, use: CodecUse, plan: Plan) -> None:
+        """A codec's work belongs to the link to the neighbor in its direction."""
+        neighbor = report.stage + (1 if use.direction == "F" else -1)
+        if not 0 <= neighbor < len(plan.stages) or use.direction not in ("F", "B"):
+            return
+        codecs = self._links.setdefault((report.peer, plan.stages[neighbor].peer), _LinkFacts()).codecs
+        old = codecs.get(use.codec, CodecUse(use.direction, use.codec))
+        sums = ("raw_bytes", "wire_bytes", "encode_s", "decode_s", "sampled_bytes", "samples", "error", "gain")
+        codecs[use.codec] = replace(old, **{name: getattr(old, name) + getattr(use, name) for name in sums})
 
     def facts(self, **more: Any) -> dict[str, Any]:
         """Everything as JSON-able values; `more` is added, such as paths and the machine."""
@@ -125,7 +145,8 @@ class Recorder:
             "skipped_steps": [row.step for row in rows if row.skipped],
             "schedule": plan.schedule if plan else None,
             "microbatches": plan.microbatches if plan else 0,
-            "predicted_step_seconds": plan.step_seconds if plan else None,
+            "predicted_step_seconds": (self._planned.predicted_s or plan.step_seconds) if plan else None,
+            "bottleneck": self._planned.bottleneck if self._planned else "",
             "plan_notes": list(plan.notes) if plan else [],
             "stages": self._stage_facts(),
             "peers": self._peer_facts(),
@@ -175,13 +196,19 @@ class Recorder:
 
     def _link_facts(self, steps: int) -> list[dict[str, Any]]:
         total = sum(row.seconds for row in self._steps.values())
+        predicted = {(load.src, load.dst): load.busy_s for load in self._planned.loads} if self._planned else {}
         return [
             {
                 "from": src, "to": dst, "bytes": link.nbytes, "busy_seconds": link.busy_s,
                 "bytes_per_step": link.nbytes / max(steps, 1),
+                "bytes_per_second": link.timed_bytes / link.busy_s if link.busy_s > 0 else None,
                 "busy_share": link.busy_s / total if total > 0 else 0.0,
+                "predicted_busy_seconds": predicted.get((src, dst)),
+                "measured_busy_seconds": link.busy_s / max(steps, 1),
+                "codecs": [_codec_facts(use) for use in link.codecs.values()],
             }
             for (src, dst), link in sorted(self._links.items())
+            if link.nbytes
         ]  # fmt: skip
 
     def _seconds_by_activity(self) -> dict[str, float]:
@@ -203,6 +230,17 @@ class Recorder:
                 for r in stages
             ],
         }
+
+
+def _codec_facts(use: CodecUse) -> dict[str, Any]:
+    """`factor`: how many times fewer bytes; `error` |x - y|^2 / |x|^2 and `bias` <x, y> / <x, x> - 1, of samples."""
+    return {
+        "codec": use.codec, "raw_bytes": use.raw_bytes, "wire_bytes": use.wire_bytes,
+        "factor": use.raw_bytes / use.wire_bytes if use.wire_bytes else 1.0,
+        "encode_seconds": use.encode_s, "samples": use.samples,
+        "error": use.error / use.samples if use.samples else None,
+        "bias": use.gain / use.samples - 1 if use.samples else None,
+    }  # fmt: skip
 
 
 def account(report: StageReport, step: events.StepCommitted, plan: Plan) -> dict[str, float]:

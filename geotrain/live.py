@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Self
 
 from rich.box import SIMPLE_HEAD
@@ -20,6 +21,8 @@ from .words import count, duration, size, sparkline
 
 RECENT_STEPS = 10
 """Speed and time left are means over so many steps: long enough to be steady, short enough to follow."""
+
+LINKS_SHOWN = 8
 
 QUIET_S = 8.0
 """Plain lines: after so long without news, say what is waited for. A CI log then moves at least each 10 s."""
@@ -45,6 +48,17 @@ class PeerStatus:
 
 
 @dataclass(slots=True)
+class LinkStatus:
+    """A link of the plan: seconds a step, as predicted and as measured in the last one."""
+
+    predicted_s: float = 0.0
+    busy_s: float = 0.0
+    nbytes: int = 0
+    rate_bytes_per_s: float = 0.0
+    codec: str = ""
+
+
+@dataclass(slots=True)
 class Status:
     """The newest facts of a run, by events. Pure."""
 
@@ -60,6 +74,10 @@ class Status:
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     peers: dict[str, PeerStatus] = field(default_factory=dict)
     message: str = "starting"
+    predicted_s: float = 0.0
+    bottleneck: str = ""
+    links: dict[tuple[str, str], LinkStatus] = field(default_factory=dict[tuple[str, str], LinkStatus])
+    changes: list[str] = field(default_factory=list[str])
 
     @property
     def tokens_per_s(self) -> float:
@@ -102,6 +120,13 @@ class Status:
 
     def _planned(self, event: events.Planned) -> None:
         self.parameters, self.message = event.parameters, "peers load their weights"
+        self.predicted_s, self.bottleneck = event.predicted_s, event.bottleneck
+        if event.reason:
+            self.changes.append(event.reason)
+        self.links = {(load.src, load.dst): LinkStatus(predicted_s=load.busy_s) for load in event.loads if load.nbytes}
+        for a, b in pairwise(event.plan.stages):
+            for src, dst, codec in ((a, b, a.codec_forward), (b, a, b.codec_backward)):
+                self.links.setdefault((src.peer, dst.peer), LinkStatus()).codec = codec
         for peer in self.peers.values():
             peer.stage, peer.ops, peer.blocks, peer.doing = None, 0, "", "spare"
         for index, stage in enumerate(event.plan.stages):
@@ -117,6 +142,11 @@ class Status:
         self.loss = event.loss
         self.losses.append(event.loss)
         for report in event.stages:
+            for use in report.links:
+                if (use.src, use.dst) in self.links and use.timed_bytes:
+                    link = self.links[use.src, use.dst]
+                    link.busy_s, link.nbytes = use.busy_s, use.nbytes
+                    link.rate_bytes_per_s = use.timed_bytes / max(use.busy_s, 1e-9)
             if report.peer in self.peers and event.seconds > 0:
                 peer = self.peers[report.peer]
                 peer.memory_bytes = report.memory_bytes
@@ -149,7 +179,32 @@ def render(status: Status) -> RenderableType:
         Text(f"held out {held_out}" if held_out else ""),
         Text(f"{status.skipped} skipped" if status.skipped else "", style="yellow"),
     )
-    return Group(head, facts, _peer_table(status), Text(status.message, style="dim"))
+    parts: list[RenderableType] = [head, facts, _peer_table(status)]
+    if status.links:
+        parts.append(_link_table(status))
+    if status.bottleneck:
+        parts.append(Text(_step_words(status), style="dim", overflow="ellipsis", no_wrap=True))
+    parts += [Text(f"plan changed: {change}", style="yellow") for change in status.changes[-2:]]
+    return Group(*parts, Text(status.message, style="dim"))
+
+
+def _step_words(status: Status) -> str:
+    measured = f"a step takes {duration(status.seconds[-1])}, " if status.seconds else "a step takes "
+    return f"{measured}{duration(status.predicted_s)} predicted; {status.bottleneck}"
+
+
+def _link_table(status: Status) -> Table:
+    """The busiest links first."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("link", "codec", "Mbit/s", "MB a step", "busy", "predicted"):
+        table.add_column(name, justify="left" if name in ("link", "codec") else "right", no_wrap=True)
+    rows = sorted(status.links.items(), key=lambda row: -max(row[1].busy_s, row[1].predicted_s))
+    for (src, dst), link in rows[:LINKS_SHOWN]:
+        table.add_row(
+            f"{src} → {dst}", link.codec, f"{8e-6 * link.rate_bytes_per_s:.1f}", f"{link.nbytes / 1e6:.2f}",
+            duration(link.busy_s), duration(link.predicted_s),
+        )  # fmt: skip
+    return table
 
 
 def _peer_table(status: Status) -> Table:
@@ -240,12 +295,16 @@ class PlainView:
                 return f"{name} joined: {speed} at duty {duty:.0%}, {size(memory_bytes)} of memory"
             case events.Waiting() | events.PeerGone() | events.Checkpointed() | events.Ended():
                 return status.message
-            case events.Planned(plan, stage_ops, stage_blocks, parameters):
+            case events.Considered(_, reason):
+                return f"the plan stays: {reason}"
+            case events.Planned(plan, stage_ops, stage_blocks, parameters, reason):
                 stages = "; ".join(
                     f"stage {i} on {stage.peer}: {ops} ops ({blocks})"
                     for i, (stage, ops, blocks) in enumerate(zip(plan.stages, stage_ops, stage_blocks, strict=True))
                 )
-                return f"plan {plan.epoch} for {count(parameters)} parameters: {stages}"
+                why = f"; because {reason}" if reason else ""
+                step = f"; a step should take {duration(event.predicted_s)}" if event.predicted_s else ""
+                return f"plan {plan.epoch} for {count(parameters)} parameters: {stages}{step}{why}"
             case events.Prepared(epoch, step):
                 return f"training starts at step {step} with plan {epoch}"
             case events.StepCommitted():

@@ -188,13 +188,22 @@ def _links(facts: Facts) -> str:
             f"{link['from']} → {link['to']}",
             f"{link['bytes_per_step'] / 1e6:.2f} MB",
             f"{link['bytes'] / 1e6:.1f} MB",
-            f"{link['bytes'] / link['busy_seconds'] / 1e6:.2f} MB/s" if link["busy_seconds"] > 0 else "-",
+            f"{link['bytes_per_second'] / 1e6:.2f} MB/s" if link["bytes_per_second"] else "-",
+            _predicted(link["predicted_busy_seconds"], link["measured_busy_seconds"]),
             f"{link['busy_share']:.0%}",
             _Raw(f'<meter min="0" max="1" value="{min(link["busy_share"], 1):.3f}"></meter>'),
+            "; ".join(map(_codec, link["codecs"])),
         ]
         for link in facts["links"]
     ]
-    return _table(["link", "a step", "in all", "while busy", "busy", ""], rows) if rows else ""
+    head = ["link", "a step", "in all", "while busy", "busy a step: predicted, measured", "busy", "", "codecs"]
+    note = f'<p class="note">{escape(facts["bottleneck"])}.</p>' if facts.get("bottleneck") else ""
+    return _table(head, rows, left=(0, 7)) + note if rows else ""
+
+
+def _codec(use: Mapping[str, Any]) -> str:
+    error = f", error {use['error']:.2g}, bias {use['bias']:+.1%}" if use["error"] else ""
+    return f"{use['codec']} ({use['factor']:.1f} times fewer bytes{error})"
 
 
 def _plan(facts: Facts) -> str:

@@ -1,7 +1,11 @@
-"""The Python API: a module and batches in, trained weights out, over peer processes. I/O.
+"""The Python API: a module and data in, trained weights out, over peer processes. I/O.
 
-    result = geotrain.Trainer(model, batches, peers=4, lr=1e-3).train()
+    result = geotrain.Trainer(model, train_dataset=batches, peers=4, lr=1e-3).train()
     model.load_state_dict(result.state_dict)
+
+or, as the Trainer of Hugging Face, with its `TrainingArguments` and datasets of samples:
+
+    geotrain.Trainer(model, args, train_dataset, eval_dataset, peers=4).train()
 
 What comes back equals, to the last bit, this loop in one process with one thread (and fp32, and peers of one kind):
 
@@ -13,6 +17,9 @@ What comes back equals, to the last bit, this loop in one process with one threa
         clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
+
+Where labels are masked (-100), `loss` is multiplied by the microbatch's weight, see `geotrain.graph.weigh`: the loss of
+a step is the mean over all labels that count.
 """
 
 import asyncio
@@ -41,10 +48,11 @@ from .graph import OpGraph, capture
 from .graph.capture import name_inputs
 from .graph.deferred import programs
 from .identity import Ticket
-from .jobs import capture_module
+from .jobs import capture_module, weigh
 from .local import LocalPeer, LocalPeers, train_with
 from .results import Result
-from .weights import WeightStore
+from .rows import Collate, Dataset, RowSource, read_arguments
+from .weights import WeightStore, save_module
 
 DataFunction = Callable[[int, int], Mapping[str, Tensor] | Sequence[Tensor]]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -92,16 +100,25 @@ class Trainer:
         model: any module whose forward returns its loss: a scalar, `(loss, ...)`, or an output with `.loss`. It runs in
             the mode (train or eval) that it is in. It is read, never changed. On the meta device (built with
             `geotrain.graph.deferred.record`) peers make the weights themselves.
-        data: a list of batches, each for a whole step: a mapping of tensors by the names of forward's parameters, or
-            a sequence of them in that order, `[microbatches * n, ...]` each; they are split along the first
-            dimension. Or a function of (step, microbatch) that gives a microbatch and, asked again, an equal one.
-        held_out: batches to evaluate on before the first and after the last step.
+        args: a `transformers.TrainingArguments`, or anything with its fields. The datasets then hold samples, they are
+            shuffled and collated as these say, what they say replaces our keywords of the same meaning, and `train`
+            also loads the trained weights into `model`.
+        train_dataset: without `args`, a list of batches, each for a whole step: a mapping of tensors by the names of
+            forward's parameters, or a sequence of them in that order, `[microbatches * n, ...]` each; they are split
+            along the first dimension. Or a function of (step, microbatch) that gives a microbatch and, asked again, an
+            equal one.
+        eval_dataset: batches, or samples, to evaluate on before the first and after the last step.
+        data_collator: with `args`, makes a microbatch of a list of samples, always of the same shapes; by default
+            samples are stacked, and filled up to the longest of the dataset.
+        evaluate_every: steps between evaluations; 0: only first and last.
         loss: for a module whose forward gives no loss: a function of (forward's output, target). The target is the
             last tensor of a sequence, or the one of a mapping that forward does not take.
         steps: by default one for each batch; more go round again.
         microbatches: microbatches a step; gradients are those of their mean loss.
         peers: processes to start on this machine, or to wait for, see `coordinator`.
         schedule: "1f1b" or "gpipe".
+        max_loss_increase: what compression on slow links may cost, as the fraction of steps more that the same loss
+            takes; by default nothing, and the run equals one process to the last bit.
         plan: who runs what; by default made from what is measured. Its peers are called peer-0, peer-1, ...
         lr_schedule: "constant", "linear" or "cosine" after `warmup_steps`, down to `min_lr_fraction` of `lr`.
         autocast: "bfloat16" to compute in it where torch deems that safe.
@@ -113,7 +130,8 @@ class Trainer:
         threads: compute threads of each local peer; more than one may change the last bits of a sum.
         device: of local peers: auto, cpu, cuda, ...
         run_dir: a folder without a run in it; by default a new one in `runs/`.
-        on_event: is told all that happens, on the training thread; see `geotrain.events`.
+        callbacks: are told all that happens, on the training thread, see `geotrain.events`; `geotrain.callbacks` has
+            those for TensorBoard and Weights & Biases.
 
     Raises:
         UserError: an argument is wrong, or the model cannot be captured; one line that says what to do.
@@ -122,14 +140,18 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Iterable[Batch] | DataFunction,
+        args: Any = None,
+        train_dataset: Iterable[Batch] | Dataset | DataFunction = (),
+        eval_dataset: Iterable[Batch] | Dataset | None = None,
         *,
-        held_out: Iterable[Batch] = (),
+        data_collator: Collate | None = None,
+        evaluate_every: int = 0,
         loss: Loss | None = None,
         steps: int | None = None,
         microbatches: int = 4,
         peers: int = 2,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        max_loss_increase: float = 0.0,
         plan: Plan | None = None,
         optimizer: Literal["adamw", "sgd"] = "adamw",
         lr: float = 1e-3,
@@ -149,27 +171,41 @@ class Trainer:
         threads: int = 1,
         device: str = "auto",
         run_dir: str | os.PathLike[str] | None = None,
-        on_event: Callable[[events.RunEvent], None] | None = None,
+        callbacks: Sequence[Callable[[events.RunEvent], None]] = (),
     ) -> None:
+        self._model, self._in_place = model, args is not None
         self._module = model if loss is None else _WithLoss(model, loss)
         self._prefix = "" if loss is None else _PREFIX
-        self._source, batches = _open(self._module, data, list(held_out), microbatches)
+        train: dict[str, Any] = {
+            "steps": steps, "microbatches": microbatches, "lr": lr, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay, "clip_norm": clip_norm or 0.0, "lr_schedule": lr_schedule,
+            "warmup_steps": warmup_steps, "min_lr_fraction": min_lr_fraction, "autocast": autocast,
+        }  # fmt: skip
+        batches: int | None = None
+        self._source: Source
+        if args is None:
+            self._source, batches = _open(self._module, train_dataset, list(eval_dataset or ()), microbatches)
+        else:
+            rows, held_out = cast(Dataset, train_dataset), cast("Dataset | None", eval_dataset)
+            train |= read_arguments(args, len(rows))
+            seed, evaluate_every = train.pop("seed"), train.pop("evaluate_every")
+            self._source = RowSource(
+                rows, held_out, data_collator, seed=seed, microbatches=train["microbatches"],
+                size=train["microbatch_size"],
+            )  # fmt: skip
+        steps = train["steps"]
         if not (steps or batches):
             raise UserError("data given by a function has no end; give steps")
+        train["steps"] = steps or batches
         folder = Path(run_dir) if run_dir is not None else Path("runs") / f"trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = _unused(folder) if run_dir is None else folder
         count = len(plan.stages) if plan is not None else peers
         self._job = _job(
             run={"name": "trainer", "seed": seed},
-            train={
-                "steps": steps or batches, "microbatches": microbatches, "optimizer": optimizer, "lr": lr,
-                "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
-                "clip_norm": clip_norm or 0.0, "lr_schedule": lr_schedule, "warmup_steps": warmup_steps,
-                "min_lr_fraction": min_lr_fraction,
-                "autocast": autocast,
-            },
+            train={"optimizer": optimizer, "momentum": momentum, **train},
             pipeline={"peers": count, "stages": count, "schedule": schedule},
-            evaluate={"microbatches": self._source.held_out_microbatches},
+            compression={"max_loss_increase": max_loss_increase},
+            evaluate={"microbatches": self._source.held_out_microbatches, "every": evaluate_every},
         )  # fmt: skip
         self._plan, self._keep_gradients = plan, keep_gradients
         self._local, self._address = coordinator is None, coordinator or "127.0.0.1:0"
@@ -177,7 +213,7 @@ class Trainer:
             raise UserError(f"coordinator={coordinator!r} is not an address to listen on; write host:port")
         self._on_ticket = on_ticket or _print_ticket
         self._threads, self._device = threads, device
-        self._on_event = on_event
+        self._callbacks = tuple(callbacks)
         self.graph, self._weights = self._capture()
 
     def train(self) -> TrainResult:
@@ -192,15 +228,26 @@ class Trainer:
             recorder(event)
             if isinstance(event, events.StepCommitted):
                 steps[event.step] = list(event.losses)
-            if self._on_event is not None:
-                self._on_event(event)
+            for callback in self._callbacks:
+                callback(event)
 
         result = _in_thread(self._run(recorder, on_event))
         reason = recorder.ended.reason if recorder.ended is not None else "unknown"
         microbatch_losses = [steps[step] for step in sorted(steps)]
-        return TrainResult(
+        trained = TrainResult(
             result.losses, microbatch_losses, result.held_out, self.run_dir, reason, result, self._prefix
         )
+        if self._in_place:
+            self._model.load_state_dict(trained.state_dict)
+        return trained
+
+    def save_model(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the model as it is now, with its configuration if it has one (`save_pretrained`)."""
+        save = getattr(self._model, "save_pretrained", None)
+        if callable(save):
+            save(folder)
+        else:
+            save_module(self._model, folder)
 
     async def _run(self, recorder: Recorder, on_event: Callable[[events.RunEvent], None]) -> Result:
         host, _, port = self._address.rpartition(":")
@@ -221,10 +268,13 @@ class Trainer:
 
     def _capture(self) -> tuple[OpGraph, WeightStore | None]:
         inputs = self._source.train(0, 0)
-        if not any(tensor.is_meta for tensor in self._module.parameters()):
-            return capture_module(self._module, inputs, self._job, self.run_dir / "weights")
-        autocast = self._job.train.autocast
-        return capture(self._module, inputs, autocast=autocast, init=programs(self._module)), None
+        weights: WeightStore | None = None
+        if any(tensor.is_meta for tensor in self._module.parameters()):
+            graph = capture(self._module, inputs, autocast=self._job.train.autocast, init=programs(self._module))
+        else:
+            graph, weights = capture_module(self._module, inputs, self._job, self.run_dir / "weights")
+        graph, self._source, _ = weigh(graph, self._source, self._job)
+        return graph, weights
 
 
 class _WithLoss(nn.Module):

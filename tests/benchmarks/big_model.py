@@ -37,6 +37,7 @@ def benchmark(short: bool) -> list[Table]:
         model=model,
         train=config.TrainConfig(steps=2, microbatches=2, microbatch_size=1),
         pipeline=config.PipelineConfig(peers=peers, stages=peers),
+        compression=config.CompressionConfig(max_loss_increase=0),
         checkpoint=config.CheckpointConfig(every=0),
         evaluate=config.EvaluateConfig(every=0, microbatches=0),
     )

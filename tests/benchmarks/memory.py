@@ -111,6 +111,7 @@ def run(work: Workload, steps: int = 3) -> list[Measured]:
     job = config.JobConfig(
         train=config.TrainConfig(steps=steps, microbatches=MICROBATCHES),
         pipeline=config.PipelineConfig(peers=work.peers, stages=work.peers),
+        compression=config.CompressionConfig(max_loss_increase=0),
         checkpoint=config.CheckpointConfig(every=0),
         evaluate=config.EvaluateConfig(every=0, microbatches=0),
     )

@@ -65,6 +65,7 @@ def split(graph: OpGraph, data: BatchSource, train: config.TrainConfig, peers: i
     job = config.JobConfig(
         train=train,
         pipeline=config.PipelineConfig(peers=peers, stages=peers),
+        compression=config.CompressionConfig(max_loss_increase=0),
         checkpoint=config.CheckpointConfig(every=0),
         evaluate=config.EvaluateConfig(every=0, microbatches=0),
     )

@@ -75,6 +75,7 @@ def job(steps=6, peers=2, **sections):
     return config.JobConfig(
         train=train,
         pipeline=config.PipelineConfig(peers=peers, stages=peers, **sections.pop("pipeline", {})),
+        compression=sections.pop("compression", config.CompressionConfig(max_loss_increase=0)),
         **sections,
     )
 

@@ -1,0 +1,151 @@
+"""The network or a peer changes while a run goes on: one other plan each time, and the losses of a plain loop."""
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+
+from geotrain import config, events, loops, optim
+from geotrain.coordinator import Coordinator
+from geotrain.data import BatchSource
+from geotrain.facts import Recorder
+from geotrain.graph import capture, seeded
+from geotrain.local import LocalPeer, LocalPeers, TopologyFile, train_with
+from geotrain.weights import WeightStore, save_module
+
+from .test_run import of
+
+MICROBATCHES, ROWS, WIDTH = 4, 48, 256
+NAMES = ("anna", "ben", "carl")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return ((x - y) ** 2).mean()
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def source():
+    generator = torch.Generator().manual_seed(1)
+    rows = MICROBATCHES * ROWS
+    return BatchSource(
+        [{n: torch.randn(rows, WIDTH, generator=generator) for n in ("x", "y")} for _ in range(3)], MICROBATCHES
+    )
+
+
+def network(slow=(), duty=None):
+    """TOML: all links have 60 Mbit/s and 2 ms, those in `slow` a tenth of that."""
+    lines = []
+    for name in NAMES:
+        lines.append(f'[[peer]]\nname = "{name}"\nduty = {(duty or {}).get(name, 0.9)}')
+    for src in NAMES:
+        for dst in NAMES:
+            if src != dst:
+                rate = 6 if {src, dst} in [set(pair) for pair in slow] else 60
+                lines.append(f'[[link]]\nsrc = "{src}"\ndst = "{dst}"\nmbit_per_s = {rate}\nlatency_ms = 2')
+    return "\n".join(lines)
+
+
+def plain_losses(job):
+    module, data, losses = net(), source(), []
+    parameters = dict(module.named_parameters())
+    optimizer = optim.build(parameters, job.train)
+    for step in range(job.train.steps):
+        total = 0.0
+        for i in range(MICROBATCHES):
+            with seeded(job.run.seed, step, i):
+                loss = module(**data.train(step, i))
+            (loss / MICROBATCHES).backward()
+            total += loss.item()
+        losses.append(total / MICROBATCHES)
+        nn.utils.clip_grad_norm_(parameters.values(), job.train.clip_norm)
+        optim.set_lr(optimizer, optim.lr_at(step, job.train))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def run(folder, steps, during):
+    """Trains on two of three peers; `during(file, seen)` changes the network meanwhile. Returns (losses, events)."""
+    torch.set_num_threads(1)
+    file = folder / "network.toml"
+    file.write_text(network())
+    job = config.JobConfig(
+        train=config.TrainConfig(steps=steps, microbatches=MICROBATCHES, lr=1e-3),
+        pipeline=config.PipelineConfig(peers=3, stages=2),
+        compression=config.CompressionConfig(max_loss_increase=0),
+    )
+    module, seen, recorder = net(), [], Recorder()
+    save_module(module, folder / "weights")
+
+    def on_event(event):
+        seen.append(event)
+        recorder(event)
+
+    async def whole(coordinator, processes):
+        ticket = await coordinator.start()
+        beside = asyncio.create_task(during(file, seen))
+        result = await train_with(coordinator, processes, recorder)(ticket)
+        await beside
+        return result
+
+    duty = {name: peer.duty for name, peer in TopologyFile(file).topology.peers.items()}
+    with LocalPeers([LocalPeer(name, duty[name], device="cpu") for name in NAMES], folder / "logs", file) as processes:
+        coordinator = Coordinator(
+            job, graph=capture(module, source().train(0, 0)), source=source(), run_dir=folder / "run",
+            weights=WeightStore(folder / "weights"), on_event=on_event, wait_s=120.0,
+        )  # fmt: skip
+        result = loops.run(asyncio.wait_for(whole(coordinator, processes), 200))
+    assert result.losses == plain_losses(job)  # whatever happened
+    return result, seen
+
+
+async def after(seen, steps):
+    for _ in range(10_000):
+        if len(of(events.StepCommitted, seen)) >= steps:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{steps} steps were not made")
+
+
+def plans(seen):
+    return of(events.Planned, seen)
+
+
+def pair(planned):
+    return {stage.peer for stage in planned.plan.stages}
+
+
+def test_a_link_that_drops_to_a_tenth_is_left_once(tmp_path):
+    async def drop(file, seen):
+        await after(seen, 12)
+        file.write_text(network(slow=[pair(plans(seen)[0])]))
+
+    _, seen = run(tmp_path, 60, drop)
+    first, *others = plans(seen)
+    assert len(others) == 1 and pair(others[0]) != pair(first)
+    assert "slower than planned" in others[0].reason
+    seconds = [event.seconds for event in of(events.StepCommitted, seen)]
+    before, after_it = sorted(seconds[4:12])[4], sorted(seconds[-12:])[6]
+    assert after_it == pytest.approx(before, rel=0.5)  # the other links are as good
+
+
+def test_noise_changes_nothing(tmp_path):
+    async def jitter(file, seen):
+        for i in range(6):
+            await after(seen, 6 * i + 6)
+            file.write_text(network(duty=dict.fromkeys(NAMES, 0.9 - 0.08 * (i % 2))))
+
+    _, seen = run(tmp_path, 44, jitter)
+    assert len(plans(seen)) == 1
