@@ -19,12 +19,14 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from geotrain.config import JobConfig, load_job
+from geotrain.data import Inputs
 from geotrain.generate import TextModel
 from geotrain.graph.deferred import materialize
 from geotrain.here import train_here
-from geotrain.jobs import resume_job, run_folder
+from geotrain.jobs import Work, resume_job, run_folder
 from geotrain.models import build
 from geotrain.optim import lr_at
 from geotrain.trained import export
@@ -81,49 +83,52 @@ def answer(model: TextModel, tokens: int) -> str:
     return "".join(model.sample(prompt, tokens=tokens, temperature=0)).partition("<|im_end|>")[0].strip()
 
 
-def one_process(job: JobConfig) -> tuple[list[float], dict[int, float]]:
+def loss_of(model: torch.nn.Module, inputs: Inputs, job: JobConfig) -> torch.Tensor:
+    """A microbatch's mean loss, weighted by its share of the step's labels."""
+    batch = dict(inputs)
+    weight = batch.pop("loss_weight")
+    with torch.autocast("cpu", torch.bfloat16, enabled=job.train.autocast is not None):
+        return model(**batch, use_cache=False).loss * weight
+
+
+@torch.no_grad()
+def held_out(model: torch.nn.Module, work: Work) -> float:
+    """What the run calls the held-out loss."""
+    model.eval()
+    count = work.job.evaluate.microbatches
+    losses = [float(loss_of(model, work.source.held_out(i), work.job)) for i in range(count)]
+    model.train()
+    return sum(losses) / count
+
+
+def one_process(work: Work) -> tuple[list[float], dict[int, float]]:
     """The losses of each step, and the held-out ones, of the plain loop that one would write."""
-    work = resume_job(run_folder(job))
-    model = build(work.job.model, None)
+    job, train = work.job, work.job.train
+    model = build(job.model, None)
     parameters = dict(model.named_parameters())
-    with torch.no_grad():
+    with torch.no_grad():  # what the run started from: the model's weights, and fresh adapters
         for name, entry in work.graph.parameters.items():
             stored = work.weights is not None and name in work.weights
             tensor = work.weights.load(name) if stored else materialize(entry.init, entry.spec, name, job.run.seed)
             parameters[name].copy_(tensor)
-    model.config.use_cache = False
-    train, count = job.train, job.evaluate.microbatches
     trainable = [p for p in parameters.values() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trainable, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, foreach=False
     )
-
-    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        weight = batch.pop("loss_weight")
-        with torch.autocast("cpu", torch.bfloat16, enabled=train.autocast is not None):
-            return model(**batch).loss * weight
-
-    def held_out() -> float:
-        model.eval()
-        with torch.no_grad():
-            losses = [float(loss_of(dict(work.source.held_out(i)))) for i in range(count)]
-        model.train()
-        return sum(losses) / count
-
-    losses, scores = [], {0: held_out()}
+    losses, scores = [], {0: held_out(model, work)}
     for step in range(train.steps):
         parts = []
         for i in range(train.microbatches):
-            loss = loss_of(dict(work.source.train(step, i)))
+            loss = loss_of(model, work.source.train(step, i), job)
             (loss / train.microbatches).backward()
-            parts.append(float(loss))
+            parts.append(loss.item())
         torch.nn.utils.clip_grad_norm_(trainable, train.clip_norm, foreach=False)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, train)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(parts) / len(parts))
-    scores[train.steps] = held_out()
+    scores[train.steps] = held_out(model, work)
     return losses, scores
 
 
@@ -154,9 +159,14 @@ def main() -> int:
     if not options.short:
         print(f"\n{QUESTION}\nafter:  {answer(TextModel(run_dir), 40)}")
     if options.check:
-        print(f"\n4 peers:     losses {result.losses}\n             held out {result.held_out}")
-        losses, scores = one_process(job)
+        print(f"\n{job.pipeline.peers} peers:     losses {result.losses}\n             held out {result.held_out}")
+        work = resume_job(run_dir)
+        exported = AutoModelForCausalLM.from_pretrained(out)
+        print(f"the exported model, loaded by transformers: held out {held_out(exported, work)}")
+        start = time.monotonic()
+        losses, scores = one_process(work)
         print(f"one process: losses {losses}\n             held out {scores}")
+        print(f"its wall time {time.monotonic() - start:.0f} s")
         print(f"largest difference {max(abs(a - b) for a, b in zip(result.losses, losses, strict=True)):.2g}")
     return 0
 

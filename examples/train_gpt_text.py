@@ -84,7 +84,7 @@ def main() -> None:
     torch.manual_seed(0)
     net, data = Gpt(), batches(3 if options.short else 20)
     trainer = geotrain.Trainer(
-        net, data, peers=options.peers, microbatches=MICROBATCHES, lr=LR, clip_norm=1.0, weight_decay=0.01
+        net, train_dataset=data, peers=options.peers, microbatches=MICROBATCHES, lr=LR, clip_norm=1.0, weight_decay=0.01
     )
     result = trainer.train()
     expected = plain_losses(net, data)

@@ -23,14 +23,14 @@ LAYERS = [
     "meter", "admission", "protocol", "layout", "links", "replan", "scheduler", "identity", "events", "runstate", "control",
     "plots", "facts", "stage", "instruct",
     # shell
-    "disk", "machine", "probe", "models", "corpus", "data", "executor", "ledger", "weights", "cache", "pretrained",
+    "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache", "pretrained",
     "checkpoint", "transports.base",
     "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "survey", "loops",
     "channel", "inputs", "transfers", "runfolder", "trained", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces
-    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "here", "demo", "trainer", "bench", "cli",
+    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "here", "demo", "callbacks", "trainer", "bench", "cli",
     "__main__",
 ]  # fmt: skip
 

@@ -60,7 +60,7 @@ def test_trainer_equals_a_plain_loop(tmp_path, name, peers, schedule):
     reference = copy.deepcopy(net)
     before = {n: t.clone() for n, t in net.state_dict().items()}
     result = geotrain.Trainer(
-        net, batches, peers=peers, microbatches=2, schedule=schedule, lr=LR, clip_norm=1.0, steps=3, seed=SEED,
+        net, train_dataset=batches, peers=peers, microbatches=2, schedule=schedule, lr=LR, clip_norm=1.0, steps=3, seed=SEED,
         keep_gradients=True, run_dir=tmp_path / "run",
     ).train()  # fmt: skip
     assert all(torch.equal(before[n], t) for n, t in net.state_dict().items()), "the user's model is not touched"
@@ -76,9 +76,9 @@ def test_trainer_equals_a_plain_loop(tmp_path, name, peers, schedule):
 def test_mistakes_are_told_before_anything_starts(tmp_path):
     net, batches = steps_of("unet")
     with pytest.raises(UserError, match="microbatches"):
-        geotrain.Trainer(net, batches, microbatches=3, run_dir=tmp_path / "a")
+        geotrain.Trainer(net, train_dataset=batches, microbatches=3, run_dir=tmp_path / "a")
     with pytest.raises(CaptureError, match="loss"):
-        geotrain.Trainer(torch.nn.Linear(4, 4), [(torch.randn(8, 4),)], run_dir=tmp_path / "b").train()
+        geotrain.Trainer(torch.nn.Linear(4, 4), train_dataset=[(torch.randn(8, 4),)], run_dir=tmp_path / "b").train()
 
 
 def test_the_example_is_equal_to_one_process(tmp_path):
