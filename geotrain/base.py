@@ -205,9 +205,15 @@ Direction = Literal["F", "B", "E", "M"]
 an evaluation pass; M: a part of a stage's state that moves to another peer, or of a link's survey."""
 
 
+RAW_TRIAL, CODED_TRIAL = 1, 2
+"""A microbatch is now and then run twice beside the step, without codecs and with them, to see what they do to its
+gradients. These are the attempts in the keys of its frames."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrameKey:
-    """What a frame is; unique among the frames one peer receives in a run. Stale epochs are dropped."""
+    """What a frame is; unique among the frames one peer receives in a run. Stale epochs are dropped. `attempt` tells a
+    trial's frames from the step's own: see `RAW_TRIAL`."""
 
     epoch: int
     step: int
@@ -281,6 +287,19 @@ class CodecUse:
     samples: int = 0
     error: float = 0.0
     gain: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the codecs do to one stage's gradients of one microbatch: squared norms of the gradients without codecs, of
+    those with them, and of the difference. `losses`: of the microbatch, without and with, where the stage makes it."""
+
+    step: int
+    stage: int
+    raw: float
+    coded: float
+    difference: float
+    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

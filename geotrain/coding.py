@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import CodecUse, Direction, Frame, FrameKey, TensorSpec
+from .base import RAW_TRIAL, CodecUse, Direction, Frame, FrameKey, TensorSpec
 from .codecs import Message, Payload, State, get_codec, message_key
 from .codecs.identity import from_raw, raw
 from .graph import StageGraph
@@ -94,6 +94,8 @@ class Encoder:
 
     def codec_for(self, key: FrameKey, tensor: Tensor) -> str:
         """The codec of a message under the codecs in force."""
+        if key.attempt == RAW_TRIAL:
+            return "identity"
         return choose(self.codecs, key.direction, tensor_spec(tensor), (key.direction, key.value) in self._lossy)
 
     def encode(self, key: FrameKey, tensor: Tensor, codec: str) -> Frame:

@@ -174,6 +174,7 @@ def _loaded(state: State, stage: int, now_s: float) -> Result:
     instructions: list[protocol.Instruction] = []
     if not state.moved:
         state = _evaluate(state, instructions)
+    state = _try(replace(state, try_at=state.done), instructions)
     if state.done < state.settings.steps:
         instructions.append(protocol.Train(state.done))
     else:  # there is nothing to train: what there is is saved
@@ -234,9 +235,10 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         plan, reason = state.switch.plan.with_epoch(state.epoch), state.switch.reason
         forward = tuple(stage.codec_forward for stage in plan.stages)
         instructions.append(protocol.Codecs(forward, tuple(stage.codec_backward for stage in plan.stages)))
-        state = replace(state, plan=plan, switch=None)
+        state = replace(state, plan=plan, switch=None, try_at=state.done)
         adopted.append(Adopt(plan, reason))
     if after is None:
+        state = _try(state, instructions)
         instructions.append(protocol.Train(state.done))
     else:
         state = replace(state, phase="draining", after=after)
@@ -259,6 +261,16 @@ def _only_codecs(old: Plan, new: Plan) -> bool:
         return [(s.peer, s.first_op, s.end_op, s.window, s.recompute) for s in plan.stages]
 
     return rest(old) == rest(new)
+
+
+def _try(state: State, instructions: list[protocol.Instruction]) -> State:
+    """See what the plan's codecs do, if they lose anything and it is time."""
+    stages = state.plan.stages if state.plan is not None else ()
+    lossy = any({stage.codec_forward, stage.codec_backward} != {"identity"} for stage in stages)
+    if not lossy or state.done < state.try_at:
+        return state
+    instructions.append(protocol.Try(state.done))
+    return replace(state, try_at=state.done + state.settings.try_every)
 
 
 def _evaluate(state: State, instructions: list[protocol.Instruction]) -> State:

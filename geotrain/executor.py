@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import optim
-from .base import COORDINATOR, ONCE, Action, Direction, FrameKey, Span, StageReport
+from .base import CODED_TRIAL, COORDINATOR, ONCE, RAW_TRIAL, Action, Direction, FrameKey, Span, StageReport, Trial
 from .config import TrainConfig
 from .errors import GeotrainError
 from .graph import StageGraph
@@ -111,6 +111,7 @@ class StageWorker:
         self._gradients: dict[str, Tensor] = {}
         self._spans: list[Span] = []
         self._start_s = clock()
+        self._attempt = 0
 
     # From other threads.
 
@@ -140,10 +141,7 @@ class StageWorker:
                 if loss is not None:
                     losses.append(loss)
             elif action.kind == "B":
-                grads = {
-                    name: self._take(step, action.microbatch, name, "B", source)
-                    for name, source in self._stage.grads_from.items()
-                }
+                grads = self._take_gradients(step, action.microbatch)
                 self._compute(str(action), lambda a=action, g=grads: self._backward(step, a.microbatch, g))
             else:
                 raise NotImplementedError(f"{action}: split backward is not built yet")
@@ -186,6 +184,29 @@ class StageWorker:
                 losses.append(loss)
         return [float(loss) for loss in losses]
 
+    def trial(self, step: int) -> Trial:
+        """The first microbatch of `step` without codecs and with them, beside the step: nothing stays of it."""
+        before = {n: self._runner.tensors[n].clone() for n, b in self._stage.buffers.items() if b.mutated}
+        inputs = {n: self._take_tensor(step, 0, n, "F", None) for n in self._stage.inputs}
+        gradients: list[dict[str, Tensor]] = []
+        losses: list[float] = []
+        for self._attempt in (RAW_TRIAL, CODED_TRIAL):
+            received = {**self._exchange_shared(step, "F"), **inputs, **self._take_received(step, 0, "F")}
+            loss = self._forward(step, 0, received)
+            self._backward(step, 0, self._take_gradients(step, 0))
+            losses += [] if loss is None else [float(loss)]
+            gradients.append({n: p.grad for n, p in self._parameters.items() if p.grad is not None})
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            for name, tensor in before.items():
+                self._runner.tensors[name].copy_(tensor)
+        self._attempt = 0
+        for name, tensor in inputs.items():  # the step needs them, too
+            self._mailbox.put(FrameKey(self._epoch, step, 0, name, "F"), tensor)
+        raw, coded = gradients
+        difference = {n: coded[n] - raw[n] for n in raw if n in coded}
+        return Trial(step, self._stage.index, _energy(raw), _energy(coded), _energy(difference), tuple(losses))
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The optimizer's state (`optimizer/<key>/<parameter>`), before the first step."""
         if self._optimizer is not None:
@@ -222,20 +243,20 @@ class StageWorker:
         passed = self._runner.backward(microbatch, grads)
         for receive in self._stage.receives:
             if receive.grad:
-                key = FrameKey(self._epoch, step, microbatch, receive.value, "B")
+                key = FrameKey(self._epoch, step, microbatch, receive.value, "B", self._attempt)
                 self._send([receive.grad_to], key, passed[receive.value])
 
     def _send_values(self, step: int, microbatch: int, direction: Direction, values: Mapping[str, Tensor]) -> None:
         for send in self._stage.sends:
             if not send.once:
-                key = FrameKey(self._epoch, step, microbatch, send.value, direction)
+                key = FrameKey(self._epoch, step, microbatch, send.value, direction, self._attempt)
                 self._send(list(send.to), key, values[send.value])
 
     def _exchange_shared(self, step: int, direction: Direction) -> dict[str, Tensor]:
         """Parameters shared by several stages: sent by the owner, received by the others, once a step."""
         for send in self._stage.sends:
             if send.once:
-                key = FrameKey(self._epoch, step, ONCE, send.value, direction)
+                key = FrameKey(self._epoch, step, ONCE, send.value, direction, self._attempt)
                 self._send(list(send.to), key, self._runner.tensors[send.value].detach())
         return {
             r.value: self._take_tensor(step, ONCE, r.value, direction, r.source) for r in self._stage.receives if r.once
@@ -243,10 +264,19 @@ class StageWorker:
 
     def _take_values(self, step: int, microbatch: int, direction: Direction) -> dict[str, Tensor]:
         found = {n: self._take_tensor(step, microbatch, n, direction, None) for n in self._stage.inputs}
-        for receive in self._stage.receives:
-            if not receive.once:
-                found[receive.value] = self._take_tensor(step, microbatch, receive.value, direction, receive.source)
-        return found
+        return found | self._take_received(step, microbatch, direction)
+
+    def _take_received(self, step: int, microbatch: int, direction: Direction) -> dict[str, Tensor]:
+        return {
+            r.value: self._take_tensor(step, microbatch, r.value, direction, r.source)
+            for r in self._stage.receives
+            if not r.once
+        }
+
+    def _take_gradients(self, step: int, microbatch: int) -> dict[str, Tensor | None]:
+        return {
+            name: self._take(step, microbatch, name, "B", source) for name, source in self._stage.grads_from.items()
+        }
 
     def _take_tensor(self, step: int, microbatch: int, value: str, direction: Direction, source: int | None) -> Tensor:
         tensor = self._take(step, microbatch, value, direction, source)
@@ -258,7 +288,9 @@ class StageWorker:
         what = {"F": value, "B": f"the gradient of {value}", "E": f"{value} (evaluation)"}[direction]
         where = COORDINATOR if source is None else f"stage {source}"
         start = self._clock()
-        tensor = self._mailbox.take(FrameKey(self._epoch, step, microbatch, value, direction), f"{what} from {where}")
+        attempt = 0 if source is None else self._attempt
+        key = FrameKey(self._epoch, step, microbatch, value, direction, attempt)
+        tensor = self._mailbox.take(key, f"{what} from {where}")
         self._note("wait", f"{what} from {where}", start)
         return tensor
 
@@ -286,6 +318,10 @@ class StageWorker:
             return {}
         norms = torch.stack([torch.linalg.vector_norm(g).to(torch.float32) for g in grads.values()])
         return dict(zip(grads, norms.tolist(), strict=True))
+
+
+def _energy(tensors: Mapping[str, Tensor]) -> float:
+    return sum(float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2 for tensor in tensors.values())
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -145,7 +145,7 @@ class Recorder:
             "skipped_steps": [row.step for row in rows if row.skipped],
             "schedule": plan.schedule if plan else None,
             "microbatches": plan.microbatches if plan else 0,
-            "predicted_step_seconds": (self._planned.predicted_s or plan.step_seconds) if plan else None,
+            "predicted_step_seconds": self._planned.predicted_s or self._planned.plan.step_seconds if self._planned else None,
             "bottleneck": self._planned.bottleneck if self._planned else "",
             "plan_notes": list(plan.notes) if plan else [],
             "stages": self._stage_facts(),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
-from .base import LinkUse, StageReport, TensorSpec
+from .base import LinkUse, StageReport, TensorSpec, Trial
 from .blocks import BlockTime
 from .errors import RemoteProtocolError
 
@@ -74,6 +74,14 @@ class Ready:
 
     epoch: int
     report: StageReport
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of a trial."""
+
+    epoch: int
+    trial: Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +207,13 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
+class Try:
+    """Before step number `step`: run its first microbatch without codecs and with them, then say `Tried`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Codecs:
     """From now on compress with these, by stage: the values that it sends, and the gradients that it sends."""
 
@@ -238,7 +253,7 @@ class Gradients:
     step: int
 
 
-Instruction = Train | Codecs | Commit | Evaluate | Checkpoint | Gradients
+Instruction = Train | Try | Codecs | Commit | Evaluate | Checkpoint | Gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +307,7 @@ class Store:
     tensors: tuple[NamedSpec, ...]
 
 
-FromPeer = Hello | Surveyed | Loaded | Ready | Scored | Saved | Progress | Failed | Leaving
+FromPeer = Hello | Surveyed | Loaded | Ready | Tried | Scored | Saved | Progress | Failed | Leaving
 FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Instruct | Leave
 Transfer = Fetch | Store
 Message = FromPeer | FromCoordinator | Transfer
@@ -301,7 +316,8 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _LIMITS: Mapping[type[Any], int] = {
     Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 32 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
-    Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB, Probe: _KIB,
+    Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB,
+    Probe: _KIB, Tried: _KIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

@@ -18,7 +18,8 @@ Phase = Literal["gathering", "surveying", "planning", "preparing", "training", "
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost. With
-    `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most.
+    `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most. What lossy codecs do is
+    tried every `try_every` steps: a trial costs less than two steps, so this is 1%.
     The run is evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at
     its end and every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
     evaluations in a row have not lowered the held-out loss. `parameters` is the model's order, in which `clip` adds norms."""
@@ -36,6 +37,7 @@ class Settings:
     patience: int = 0
     keep_gradients: bool = False
     survey: bool = False
+    try_every: int = 200
     wait_s: float = 300.0
     silence_s: float = 15.0
     survey_s: float = 30.0
@@ -72,7 +74,8 @@ class State:
     have to load; `ready` the reports of the running step; `saving` the
     stages whose part of a checkpoint is still on its way; `writing` the checkpoints being completed on disk;
     `evaluating` the evaluations without an answer. `after` says what follows when all these are empty. `switch` is
-    the plan to go over to at the next commit; `moved`: this epoch began by going over, not from a checkpoint.
+    the plan to go over to at the next commit; `moved`: this epoch began by going over, not from a checkpoint. A plan
+    with lossy codecs is put to trial before step number `try_at`, or the first one after that.
     `best`: the evaluation with the least held-out loss, by step; `worse`: how many came since.
     `gathering_s` is when gathering began, `committed_s` when the last step was committed or training began.
     """
@@ -96,6 +99,7 @@ class State:
     after: Literal["done", "interrupted", "replan", "move"] | None = None
     switch: "Switch | None" = None
     moved: bool = False
+    try_at: int = 0
     stopping: bool = False
     best: tuple[int, float] | None = None
     worse: int = 0

@@ -215,6 +215,9 @@ class StageThread:
                 report = worker.train(step)
                 self._doing = "waiting for the commit"
                 self._loop.post(protocol.Ready(self.epoch, report))
+            case protocol.Try(step):
+                self._doing = "trying the codecs"
+                self._loop.post(protocol.Tried(self.epoch, worker.trial(step)))
             case protocol.Codecs(forward, backward):
                 self._loop.use_codecs(Codecs(forward[self.index], backward[self.index]))
             case protocol.Commit(step, clip, lr, skip):

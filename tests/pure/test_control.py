@@ -345,7 +345,9 @@ def test_other_codecs_come_into_force_with_the_next_step():
     stages = tuple(replace(stage, codec_forward="int8", codec_backward="hd4u") for stage in run.state.plan.stages)
     assert run.do(runstate.Switch(1, replace(run.state.plan, stages=stages, epoch=9), "the link is slow")) == []
     run.step()
-    assert run.instructed()[1:] == (protocol.Codecs(("int8", "int8"), ("hd4u", "hd4u")), protocol.Train(1))
+    assert run.instructed()[1:] == (
+        protocol.Codecs(("int8", "int8"), ("hd4u", "hd4u")), protocol.Try(1), protocol.Train(1),
+    )  # fmt: skip
     assert run.last(runstate.Adopt).plan == run.state.plan and run.state.plan.stages == stages
     assert (run.state.epoch, run.state.plan.epoch, run.state.phase) == (1, 1, "training")
 

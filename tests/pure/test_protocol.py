@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain import protocol
-from geotrain.base import CodecUse, LinkUse, Span, StageReport, TensorSpec
+from geotrain.base import CodecUse, LinkUse, Span, StageReport, TensorSpec, Trial
 from geotrain.blocks import BlockTime
 from geotrain.errors import RemoteProtocolError
 
@@ -27,6 +27,7 @@ EXAMPLES = [
     protocol.Surveyed(1, REPORT.links, 1e9, (BlockTime(0.1, 0.1, 0.2, 100),)),
     protocol.Loaded(1, 0),
     protocol.Ready(1, REPORT),
+    protocol.Tried(1, Trial(3, 0, 2.0, 2.1, 0.1, (5.0, 5.1))),
     protocol.Scored(1, 4, (1.0, 2.0)),
     protocol.Saved(1, 2, 0),
     protocol.Progress(1, 2, "computing"),
@@ -43,7 +44,7 @@ EXAMPLES = [
     protocol.Instruct(
         2,
         (
-            protocol.Gradients(3), protocol.Codecs(("int8",), ("identity",)), protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2),
+            protocol.Gradients(3), protocol.Try(4), protocol.Codecs(("int8",), ("identity",)), protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2),
             protocol.Checkpoint(4), protocol.Train(4),
         ),
     ),
