@@ -21,7 +21,12 @@ def entropy_kernels(device: torch.device) -> Any | None:
     return _native("native_entropy") if device.type == "cpu" else None
 
 
-@lru_cache(maxsize=2)
+def number_kernels(device: torch.device) -> Any | None:
+    """The module `native_numbers`, or None."""
+    return _native("native_numbers") if device.type == "cpu" else None
+
+
+@lru_cache(maxsize=3)
 def _native(name: str) -> Any | None:
     try:
         return import_module(f"{__package__}.{name}")

@@ -8,43 +8,44 @@
     low      k bits of each value, lowest first; rows in order, each in whole bytes          (little-endian)
 
 Table t is of a rounded Gaussian (t even) or of a mixture of three, which has heavier tails (t odd), whose deviation is
-2**((t // 2 + 1) / 2 - 7). Where the numbers were rounded with a dither that both ends know, there is one for each quarter
-of its magnitude, as in `models`.
+2**((t // 2 + 1) / 2 - 7). Where the numbers were rounded with a dither that both ends know, there is one for each
+quarter of its magnitude, as in `models`.
 """
 
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import RemoteProtocolError
 from . import rans
+from .fast import number_kernels as kernels
 from .models import BINS, ZERO_SYMBOL, probabilities
 
 Array = np.ndarray[Any, Any]
 
 _TABLES, _WIDE, _MOST_LOW, _ZEROS = 40, 34, 24, 255
 _SYMBOLS = 2 * ZERO_SYMBOL + 1
-_SAMPLE = 4096
+_SAMPLE = 1024
 """Values of a row that are looked at to choose its table."""
 
 
 def write(values: Array, bins: Array | None = None) -> bytes:
     """`values`: (rows, n) int32, below 2**30. `bins`: (rows, n) uint8, which quarter the dither is in."""
-    rows, n = values.shape
+    n = values.shape[1]
     low = _low_bits(values)
-    rest = values >> low[:, None]
-    kinds = _choose(rest, bins, low)
-    far = np.abs(rest) > _reaches()[_table(kinds)][:, None]
-    symbols = np.where(far, 0, rest + ZERO_SYMBOL).astype(np.uint8)
+    kinds = _choose(values, bins, low)
+    symbols, far = _symbols(values, low, _reaches()[_table(kinds)])
     kinds[~values.any(1)] = _ZEROS
-    low[kinds == _ZEROS] = 0
     coded = kinds != _ZEROS
     data = b""
-    if coded.any():
+    if coded.all():
+        data = rans.encode(symbols.reshape(-1), _which(kinds, n, bins), _tables())
+    elif coded.any():
         which = _which(kinds[coded], n, None if bins is None else bins[coded])
         data = rans.encode(symbols[coded].reshape(-1), which, _tables())
-    parts = [kinds.tobytes(), len(data).to_bytes(4, "little"), data, rest[far].astype("<i4").tobytes()]
+    parts = [kinds.tobytes(), len(data).to_bytes(4, "little"), data, far.astype("<i4").tobytes()]
     for row in np.flatnonzero(coded & (low > 0)):
         bits = (values[row][:, None] >> np.arange(low[row])) & 1
         parts.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
@@ -84,22 +85,41 @@ def read(data: memoryview, rows: int, n: int, bins: Array | None = None) -> tupl
 
 def _low_bits(values: Array) -> Array:
     """So many that the mean magnitude of the rest is 5 at most."""
-    size = np.abs(values[:, :: max(values.shape[1] // _SAMPLE, 1)]).mean(1)
+    size = np.abs(values[:, :: max(values.shape[1] // _SAMPLE, 1)]).mean(1, dtype=np.float64)
     return np.clip(np.ceil(np.log2(np.maximum(size, 1e-9) / 5)), 0, _MOST_LOW).astype(np.int64)
 
 
-def _choose(rest: Array, bins: Array | None, low: Array) -> Array:
+def _choose(values: Array, bins: Array | None, low: Array) -> Array:
     """The kind of each row: what its values take the fewest bits by."""
-    rows, n = rest.shape
+    rows, n = values.shape
     every = max(n // _SAMPLE, 1)
-    symbols = rest[:, ::every].astype(np.int64) + ZERO_SYMBOL
-    at = np.where((symbols < 0) | (symbols >= _SYMBOLS), 0, symbols) + (np.arange(rows) * (BINS * _SYMBOLS))[:, None]
-    if bins is not None:
-        at += bins[:, ::every] * (np.where(low > 0, 0, _SYMBOLS))[:, None]
-    count = np.bincount(at.reshape(-1), minlength=rows * BINS * _SYMBOLS).reshape(rows, BINS * _SYMBOLS)
-    bits = count.astype(np.float32) @ _costs()
+    count = np.zeros((rows, BINS, _SYMBOLS), np.int32)
+    if native := kernels(torch.device("cpu")):
+        native.count_symbols(values, low, every, values if bins is None else bins, bins is not None, count)
+    else:
+        symbols = (values[:, ::every] >> low[:, None]).astype(np.int64) + ZERO_SYMBOL
+        symbols[(symbols < 0) | (symbols >= _SYMBOLS)] = 0
+        at = symbols + (np.arange(rows) * (BINS * _SYMBOLS))[:, None]
+        if bins is not None:
+            at += bins[:, ::every] * (np.where(low > 0, 0, _SYMBOLS))[:, None]
+        count += np.bincount(at.reshape(-1), minlength=count.size).reshape(count.shape)
+    # in whole numbers, so that all machines choose the same
+    bits = count.reshape(rows, -1).astype(np.float64) @ _costs()
     last = np.argmin(bits[:, _WIDE : _WIDE + 4], 1)
     return np.where(low > 0, _TABLES + 4 * (low - 1) + last, np.argmin(bits, 1)).astype(np.uint8)
+
+
+def _symbols(values: Array, low: Array, reach: Array) -> tuple[Array, Array]:
+    """(symbols, what is out of reach)."""
+    symbols = np.empty(values.shape, np.uint8)
+    if native := kernels(torch.device("cpu")):
+        if not native.to_symbols(values, low, reach, symbols):
+            return symbols, np.empty(0, np.int32)
+        return symbols, (values >> low[:, None])[symbols == 0]
+    rest = values >> low[:, None]
+    far = np.abs(rest) > reach[:, None]
+    symbols[:] = np.where(far, 0, rest + ZERO_SYMBOL)
+    return symbols, rest[far]
 
 
 def _table(kinds: Array) -> Array:
@@ -147,7 +167,7 @@ def _tables() -> rans.Tables:
 
 @lru_cache(maxsize=1)
 def _costs() -> Array:
-    """(bins * symbols, tables): bits; a value without a frequency is `far`."""
-    frequency = _tables().frequency.astype(np.float32)
-    bits = np.where(frequency > 0, -np.log2(np.maximum(frequency, 1) / rans.TOTAL), 43).astype(np.float32)
+    """(bins * symbols, tables): 1/256 bits, whole; a value without a frequency is `far`."""
+    frequency = _tables().frequency.astype(np.float64)
+    bits = np.rint(256 * np.where(frequency > 0, -np.log2(np.maximum(frequency, 1) / rans.TOTAL), 43))
     return np.ascontiguousarray(bits.reshape(_TABLES, BINS * _SYMBOLS).T)

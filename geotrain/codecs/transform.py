@@ -5,18 +5,20 @@
     axes     if they follow: r u16, exponents i8 for each axis, its d elements times 2**exponent as `numbers`
     step     f32
     exponent i8: elements are taken times 2**-exponent
-    sizes    tc: a byte s for each row as `numbers` (less 64): its elements are divided by 2**(7 - (s + 1/2)/4) first
+    sizes    tc, tcu: a byte s for each row as `numbers` (less 64): elements are first divided by 2**(7 - (s + 1/2)/4)
     values   for each axis, those of all rows, as `numbers`                               (little-endian)
 
 Rows are those of `row_width`, in parts of 1024 elements at most. The r axes sent, as columns, become the d in use by
 a complete QR decomposition of Householder reflections (LAPACK's, in float64).
 
-    tc-E    for activations, which are normalized for each token before they are used: the rows' sizes are sent apart;
-            axis by axis rounded to the nearest. The relative squared error of a row is E in the mean, the least that
-            so few bits allow: axes with less variance than their share of it are left out (reverse water-filling,
-            T. Cover and J. Thomas, "Elements of Information Theory", 10.3)
-    tcu-E   for gradients, unbiased: on all d axes q = floor(v / step + u + 1/2) is read as (q - u) * step, with
-            step**2 / 12 = E times the mean square; the dither u of element i of the values is that of `halves`
+    tcu-E   for activations, which are normalized for each token before they are used, so the rows' sizes are sent
+            apart: a relative squared error of E for each row. Unbiased: on all d axes q = floor(v / step + u + 1/2) is
+            read as (q - u) * step, with step**2 / 12 = E times the mean square; the dither u of element i of the values
+            is that of `_dither`
+    tcm-E   for gradients, which are added up: the same with one size for the message
+    tc-E    as tcu, but axis by axis rounded to the nearest, and axes with less variance than their share of the error
+            are left out: the least error for so few bits (reverse water-filling, T. Cover and J. Thomas, "Elements of
+            Information Theory", 10.3). What begins small does not pass: for models that no longer learn new features
 
 New axes are sent when those before cannot hold the error, or after `_WORTH` times their own bytes. Both ends keep them;
 no other message changes anything.
@@ -36,6 +38,7 @@ from ..errors import RemoteProtocolError
 from . import numbers
 from .base import Codec, Message, State
 from .entropy import ENTROPY
+from .fast import number_kernels as kernels
 from .lossy import Lossy, at_most_raw, row_width
 from .models import BINS
 from .noise import words
@@ -50,18 +53,25 @@ _FINEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Transform(Lossy):
+    kind: str = "tc"
     error: float = 0.001
     bits: float = 1.0
     """Typical bits per element."""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"tc{'u' * self.unbiased}-{f'{self.error:.4f}'[2:].rstrip('0')}")
+        object.__setattr__(self, "name", f"{self.kind}-{f'{self.error:.4f}'[2:].rstrip('0')}")
+        object.__setattr__(self, "unbiased", self.kind != "tc")
+
+    @property
+    def sized(self) -> bool:
+        """The rows' sizes are sent apart."""
+        return self.kind != "tcm"
 
     @property
     def simple(self) -> Codec:
         """For what has few or short rows."""
-        same = [codec for codec in ENTROPY if codec.whole == self.unbiased]
+        same = [codec for codec in ENTROPY if codec.whole != self.sized]
         return min(same, key=lambda codec: abs(codec.error - self.error))
 
     def write(
@@ -74,7 +84,7 @@ class Transform(Lossy):
         exponent = exponent_of(peak)
         rows = x.view(-1, width) * math.ldexp(1.0, -exponent)
         sizes = b""
-        if not self.unbiased:
+        if self.sized:
             codes, divisors = _sizes(rows)
             rows = rows / divisors[:, None]
             sizes = numbers.write(codes.astype(np.int32)[None] - 64)
@@ -124,7 +134,7 @@ class Transform(Lossy):
         at += 5
         rows = numel // width
         scale: Any = down
-        if not self.unbiased:
+        if self.sized:
             codes, used = numbers.read(body[at:], 1, rows)
             at += used
             scale = down * _divisors(np.clip(codes[0] + 64, 0, 127)).to(device)[:, None]
@@ -133,8 +143,12 @@ class Transform(Lossy):
         values, used = numbers.read(body[at:], rank, rows, None if bins is None else bins.reshape(rank, rows))
         if at + used != body.nbytes:
             raise RemoteProtocolError("a message in principal axes has another length")
-        v = torch.from_numpy(values).to(device, torch.float32)
-        if u is not None:
+        if u is not None and (native := kernels(device)):
+            v = torch.empty(rank, rows)
+            native.restore(values.reshape(-1), u, v.view(-1).numpy())
+        else:
+            v = torch.from_numpy(values).to(device, torch.float32)
+        if u is not None and not kernels(device):
             shift = torch.from_numpy(u).to(device).view(rank, rows)
             v = torch.where(shift < 0, -v, v) - shift
         return ((v.T @ (turn[:, :rank].T * float(step))) * scale).reshape(-1), state
@@ -154,8 +168,8 @@ class Transform(Lossy):
     ) -> tuple[torch.Tensor | None, float]:
         """(axes, rows), and the step that gives the error; None if these axes cannot."""
         if self.unbiased:
-            return (rows @ turn).T, step
-        coefficients = (rows @ turn[:, :rank]).T
+            return turn.T @ rows.T, step
+        coefficients = turn[:, :rank].T @ rows.T
         variance = coefficients.square().mean(1).double().cpu().numpy() / rows.shape[1]
         outside = max(total - float(variance.sum()), 0.0)
         if not final and outside > 0.5 * self.error * total:
@@ -164,14 +178,18 @@ class Transform(Lossy):
         return coefficients, float(np.float32(math.sqrt(12 * share * rows.shape[1])))
 
     def _round(self, coefficients: torch.Tensor, step: float, key: int) -> tuple[_Array, _Array | None]:
-        v = coefficients * (1 / step)
         if not self.unbiased:
+            v = coefficients * (1 / step)
             return v.round_().clamp_(-(2.0**29), 2.0**29).to(torch.int32).contiguous().cpu().numpy(), None
-        u, bins = _dither(key, v.numel())
-        shift = torch.from_numpy(u).to(v.device).view(v.shape)
-        q = (v + shift + 0.5).floor_()
+        u, bins = _dither(key, coefficients.numel())
+        if native := kernels(coefficients.device):
+            values = np.empty(coefficients.shape, np.int32)
+            native.round_dithered(coefficients.contiguous().view(-1).numpy(), 1 / step, u, values.reshape(-1))
+            return values, bins.reshape(values.shape)
+        shift = torch.from_numpy(u).to(coefficients.device).view(coefficients.shape)
+        q = (coefficients * (1 / step) + shift + 0.5).floor_()
         q = torch.where(shift < 0, -q, q).clamp_(-(2.0**29), 2.0**29)
-        return q.to(torch.int32).cpu().numpy(), bins.reshape(v.shape)
+        return q.to(torch.int32).cpu().numpy(), bins.reshape(coefficients.shape)
 
     def _axes(self, rows: torch.Tensor, step: float) -> tuple[bytes, torch.Tensor, int]:
         """(as they are sent, all d of them as columns, how many were sent)."""
@@ -217,6 +235,10 @@ def _divisors(codes: _Array) -> torch.Tensor:
 
 def _dither(key: int, count: int) -> tuple[_Array, _Array]:
     """(u in (-1/2, 1/2), its quarter): the low halves of the words with counters from 0, then the high ones."""
+    if native := kernels(torch.device("cpu")):
+        drawn, quarters = np.empty(count, np.float32), np.empty(count, np.uint8)
+        native.dithers(key, drawn, quarters)
+        return drawn, quarters
     half = (count + 1) // 2
     word = words(key, 0, half, torch.device("cpu"))
     halves = torch.cat([word & 0xFFFF, (word >> 16) & 0xFFFF])[:count]
@@ -243,10 +265,12 @@ def _width(spec: TensorSpec) -> int:
     return width if width >= 16 and numel // width >= max(_LEAST_ROWS, width // 2) else 0
 
 
-TRANSFORM = (
-    *(Transform(error=error, bits=bits) for error, bits in ((0.0005, 1.5), (0.001, 1.2), (0.0025, 0.9), (0.005, 0.7), (0.01, 0.6), (0.02, 0.5))),
-    *(
-        Transform(error=error, bits=bits, unbiased=True)
-        for error, bits in ((0.02, 1.3), (0.05, 1.0), (0.1, 0.8), (0.2, 0.6), (0.4, 0.5))
-    ),
+TRANSFORM = tuple(
+    Transform(kind=kind, error=error, bits=bits)
+    for kind, rungs in (
+        ("tc", ((0.0005, 1.5), (0.001, 1.2), (0.0025, 0.9), (0.005, 0.7), (0.01, 0.6), (0.02, 0.5))),
+        ("tcu", ((0.001, 1.7), (0.0025, 1.4), (0.005, 1.2), (0.01, 1.0), (0.02, 0.9), (0.05, 0.8))),
+        ("tcm", ((0.02, 1.3), (0.05, 1.0), (0.1, 0.8), (0.2, 0.6), (0.4, 0.5))),
+    )
+    for error, bits in rungs
 )

@@ -27,6 +27,8 @@ BENCHMARKS = {
     "hivemind-optimizer": "against hivemind's data-parallel optimizer, on links shaped by the kernel",
     "codecs": "bytes, error and speed of every codec",
     "big-model": "memory of each process with a model of a billion parameters",
+    "quality": "held-out loss against bytes on the links, from scratch, of a dozen pairs of codecs",
+    "finetuning": "the same with pretrained weights, LoRA and all of them",
 }
 """Modules of this folder (with underscores) that have `benchmark(short: bool) -> list[Table]`, and what they tell."""
 
