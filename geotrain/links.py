@@ -49,6 +49,9 @@ OVERLAP = 0.2
 STALE_S = 120.0
 """A pair not measured for so long is worth a probe."""
 
+FORGET_S = 120.0
+"""What was last seen so long ago has no weight against a new sample."""
+
 LEAST_PROBE, MOST_PROBE = 64 << 10, 512 << 10
 _PROBE_S = 0.1
 
@@ -118,6 +121,8 @@ def with_sample(rate: Rate, bytes_per_s: float, at_s: float, limited: bool = Fal
     >>> round(with_sample(rate, 900.0, at_s=2.0, limited=True).bytes_per_s)
     900
     """
+    if at_s - rate.seen_s > FORGET_S:
+        rate = Rate()
     known = 1 / rate.seconds_per_byte
     if limited:
         last = (*rate.limited, bytes_per_s)[-SHIFT_SAMPLES:]

@@ -1,0 +1,294 @@
+"""A network that drifts: what keep-or-switch gains over staying, and loses against knowing everything. Pure.
+
+16 peers in 4 regions; now and then a pair of regions gets 3 to 16 times slower, or a peer 3 times, for a while. A step
+takes what the planner's price says of the true network. We see it through noise: rates of links in use, test frames
+within 1% of what is sent, speeds of peers (idle ones measure themselves every few steps).
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+
+from geotrain import replan
+from geotrain.base import Link, LinkUse, Plan, Stage
+from geotrain.links import SHIFT_SAMPLES, LinkBook
+from geotrain.planner.chain import along
+from geotrain.planner.exact import Found
+from geotrain.planner.heuristic import search
+from geotrain.planner.price import price
+from geotrain.planner.problem import Network, Problem
+
+from .tables import Table
+
+PEERS, REGIONS, BLOCKS, MICROBATCHES = 16, 4, 24, 32
+STEPS = 300
+NOISE = 0.05
+SURVEY_BYTES = 512 << 10
+LOOKS = 8
+"""A plan over links that turn out otherwise is made again, so often at most."""
+
+IDLE_EVERY = 5
+EFFORT_S = 0.1
+"""The planner's own measure of effort."""
+
+STATE_BYTES = 16 * 25e6
+"""Of a block: 25 million parameters, 16 bytes each."""
+
+BLOCK_FLOPS = 6 * 25e6 * 1024
+BOUNDARY_BYTES = 2.0 * 1024 * 1024
+
+
+@dataclass
+class World:
+    """The true network and speeds, by step."""
+
+    seed: int
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.seed)
+        region = np.sort(random.integers(REGIONS, size=PEERS))
+        between = np.exp(random.uniform(math.log(8e6 / 8), math.log(10e9 / 8), (REGIONS, REGIONS)))
+        np.fill_diagonal(between, random.uniform(1e9 / 8, 10e9 / 8, REGIONS))
+        latency = random.uniform(0.01, 0.1, (REGIONS, REGIONS))
+        latency = (latency + latency.T) / 2
+        np.fill_diagonal(latency, 0.001)
+        home = random.random(PEERS) < 0.25
+        up, down = np.where(home, 20e6 / 8, 10e9 / 8), np.where(home, 100e6 / 8, 10e9 / 8)
+        speed = 1e12 * np.exp(random.uniform(0, math.log(20), PEERS))
+        events: list[tuple[int, str, tuple[int, int], float]] = []
+        for step in range(STEPS):
+            events = [event for event in events if event[0] > step]
+            if random.random() < 1 / 25:
+                until = step + int(random.integers(30, 90))
+                if random.random() < 0.6:
+                    a, b = random.integers(REGIONS, size=2)
+                    events.append((until, "link", (int(a), int(b)), float(random.uniform(3, 16))))
+                else:
+                    events.append((until, "peer", (int(random.integers(PEERS)), 0), 3.0))
+            rates, speeds = between.copy(), speed.copy()
+            for _, kind, (a, b), factor in events:
+                if kind == "link":
+                    rates[a, b] /= factor
+                    rates[b, a] /= factor if a != b else 1.0
+                else:
+                    speeds[a] /= factor
+            self.problems.append(_problem(Network(up, down, rates, latency, region), speeds))
+
+
+def _problem(network: Network, speed: np.ndarray) -> Problem:
+    work = BLOCK_FLOPS * np.arange(BLOCKS + 1.0)
+    held = np.maximum(0.0, np.subtract.outer(-np.arange(BLOCKS + 1.0), -np.arange(BLOCKS + 1.0)))
+    boundary = np.full(BLOCKS + 1, BOUNDARY_BYTES)
+    return Problem(
+        tuple(f"p{i:02}" for i in range(PEERS)), work[None], work[None] / 3, np.zeros(PEERS, np.intp), speed,
+        np.full(PEERS, 24e9), held * STATE_BYTES, held * 40e6, held * 0 + BOUNDARY_BYTES, boundary, boundary, network,
+        MICROBATCHES,
+    )  # fmt: skip
+
+
+def best(problem: Problem, near: tuple[int, ...] = ()) -> Found:
+    plan = search(problem, EFFORT_S, 0, near)
+    assert plan is not None
+    return plan
+
+
+def step_s(problem: Problem, plan: Found) -> float:
+    return price(problem, plan.order, plan.cuts, plan.codecs).step_seconds
+
+
+def as_plan(problem: Problem, found: Found) -> Plan:
+    bounds = pairwise([0, *found.cuts, BLOCKS])
+    stages = (Stage(problem.names[p], a, b, 1) for p, (a, b) in zip(found.order, bounds, strict=True))
+    return Plan("", "1f1b", MICROBATCHES, tuple(stages))
+
+
+@dataclass
+class Outcome:
+    seconds: float = 0.0
+    moving: float = 0.0
+    moves: int = 0
+    asked: int = 0
+
+
+def clairvoyant(world: World) -> Outcome:
+    """The best plan for every step, reached for nothing."""
+    outcome, plans, known = Outcome(), dict[bytes, Found](), list[Found]()
+    for problem in world.problems:
+        key = problem.network.rate.tobytes() + problem.speed.tobytes()
+        if key not in plans:
+            near = min(known, key=lambda plan: step_s(problem, plan)).order if known else ()
+            plans[key] = min([best(problem, near), *known], key=lambda plan: step_s(problem, plan))
+            known.append(plans[key])
+        outcome.seconds += step_s(problem, plans[key])
+    return outcome
+
+
+def never(world: World) -> Outcome:
+    plan = best(world.problems[0])
+    return Outcome(sum(step_s(problem, plan) for problem in world.problems))
+
+
+class Ours:
+    """What the coordinator does: a book of links, a watch, the planner, and the verdict."""
+
+    def __init__(self, world: World, background: bool) -> None:
+        self.world, self.background = world, background
+        self.random = np.random.default_rng(world.seed + 1000)
+        self.book, self.outcome, self.now_s = LinkBook(), Outcome(), 0.0
+        first = world.problems[0]
+        self.names, self.speed = first.names, first.speed * self._noise(PEERS)
+        for pair in permutations(range(PEERS), 2):  # the survey
+            self.book.saw([self._use(first, pair, SURVEY_BYTES)], -1e6, 0.0, probe=True)
+        self.plan = best(self.believed())
+        self.watch = replan.Watch(self._expected())
+
+    def run(self) -> Outcome:
+        for number, problem in enumerate(self.world.problems):
+            seconds = step_s(problem, self.plan)
+            self.outcome.seconds += seconds
+            self.now_s += seconds
+            figures = self._see(problem, seconds, number)
+            self.watch, deviations = replan.observe(self.watch, figures)
+            if deviations:
+                self._ask(problem, STEPS - 1 - number, deviations)
+        return self.outcome
+
+    def _noise(self, size: int | None = None) -> Any:
+        return np.exp(self.random.normal(0.0, NOISE, size))
+
+    def _use(self, problem: Problem, pair: tuple[int, int], nbytes: float) -> LinkUse:
+        rate = float(problem.network.rates(*pair)) * float(self._noise())
+        return LinkUse(self.names[pair[0]], self.names[pair[1]], int(nbytes), int(nbytes), nbytes / rate, None)
+
+    def _edges(self, order: Sequence[int]) -> list[tuple[int, int]]:
+        return [*pairwise(order), *((b, a) for a, b in pairwise(order))]
+
+    def believed(self) -> Problem:
+        """The problem as far as it is known. No link is faster than its ends, and no end is known to be faster than
+        its fastest link."""
+        rate, latency = np.ones((PEERS, PEERS)), self.world.problems[0].network
+        number = {name: i for i, name in enumerate(self.names)}
+        for estimate in self.book.estimates(self.names, self.now_s):
+            rate[number[estimate.src], number[estimate.dst]] = estimate.rate_bytes_per_s
+        ids = np.arange(PEERS)
+        network = Network(rate.max(axis=1), rate.max(axis=0), rate, latency.latencies(ids[:, None], ids))
+        return replace(self.world.problems[0], network=network, speed=self.speed)
+
+    def _expected(self) -> dict[replan.Part, float]:
+        problem = self.believed()
+        here = price(problem, self.plan.order, self.plan.cuts, self.plan.codecs)
+        figures: dict[replan.Part, float] = {
+            ("link", self.names[a], self.names[b]): 1 / float(problem.network.rates(a, b))
+            for a, b in permutations(range(PEERS), 2)
+        }
+        for p, seconds in zip(self.plan.order, here.compute, strict=True):
+            figures["stage", self.names[p]] = float(seconds)
+        for p in set(range(PEERS)) - set(self.plan.order):
+            figures["stage", self.names[p]] = 1 / float(self.speed[p])
+        return figures
+
+    def _see(self, problem: Problem, seconds: float, number: int) -> dict[replan.Part, float]:
+        true = price(problem, self.plan.order, self.plan.cuts, self.plan.codecs)
+        uses = [self._use(problem, edge, MICROBATCHES * BOUNDARY_BYTES) for edge in self._edges(self.plan.order)]
+        for use in uses:
+            self.book.saw([use], self.now_s - max(seconds, use.busy_s), self.now_s)
+        pair = {name: i for i, name in enumerate(self.names)}
+        for probe in self.book.probes(self.names, self.now_s):
+            use = self._use(problem, (pair[probe.src], pair[probe.dst]), probe.nbytes)
+            self.book.saw([use], self.now_s - 1e3, self.now_s, probe=True)
+            uses.append(use)
+        figures: dict[replan.Part, float] = {("link", u.src, u.dst): u.busy_s / u.timed_bytes for u in uses}
+        for k, p in enumerate(self.plan.order):
+            figures["stage", self.names[p]] = float(true.compute[k] * self._noise())
+            blocks = ([*self.plan.cuts, BLOCKS])[k] - ([0, *self.plan.cuts])[k]
+            latest = BLOCK_FLOPS * blocks / figures["stage", self.names[p]]
+            self.speed[p] = latest if abs(latest / self.speed[p] - 1) > 0.2 else 0.7 * self.speed[p] + 0.3 * latest
+        if number % IDLE_EVERY == 0:
+            for p in set(range(PEERS)) - set(self.plan.order):
+                self.speed[p] = problem.speed[p] * float(self._noise())
+                figures["stage", self.names[p]] = 1 / float(self.speed[p])
+        return figures
+
+    def _ask(self, problem: Problem, left: int, because: Sequence[replan.Deviation]) -> None:
+        """A plan from scratch and the best cuts for the same peers; the links that a plan would use are tried first."""
+        self.outcome.asked += 1
+        part = replan.BACKGROUND if self.background else 1.0
+
+        def cost_s(option: Found) -> float:
+            return step_s(question, option) + part * self._copy_s(question, option) / replan.HORIZON
+
+        for _ in range(LOOKS):
+            question = self.believed()
+            found = [best(question, self.plan.order), along(question, self.plan.order)]
+            proposed = min((option for option in found if option is not None), key=cost_s)
+            if not self._probe(problem, self._edges(proposed.order)):
+                break
+        question = self.believed()
+        verdict = replan.decide(
+            as_plan(question, self.plan), as_plan(question, proposed), now_s=step_s(question, self.plan),
+            proposed_s=step_s(question, proposed), steps_left=left, copy_s=self._copy_s(question, proposed),
+            background=self.background, because=because,
+        )  # fmt: skip
+        if isinstance(verdict, replan.Switch):
+            stall_s = part * self._copy_s(problem, proposed)
+            self.outcome.moves += 1
+            self.outcome.moving += stall_s
+            self.outcome.seconds += stall_s
+            self.now_s += stall_s
+            self.plan = proposed
+            self.watch = replan.Watch(self._expected())
+
+    def _copy_s(self, problem: Problem, proposed: Found) -> float:
+        moves = replan.transfers(
+            as_plan(problem, self.plan), as_plan(problem, proposed), lambda a, b: int(STATE_BYTES * (b - a))
+        )
+        ids = {name: i for i, name in enumerate(self.names)}
+        links = [Link(m.src, m.dst, float(problem.network.rates(ids[m.src], ids[m.dst])), 0.0) for m in moves]
+        ends = problem.network.up, problem.network.down
+        up, down = (dict(zip(self.names, map(float, end), strict=True)) for end in ends)
+        return replan.copy_seconds(moves, links, up, down)
+
+    def _probe(self, problem: Problem, edges: Sequence[tuple[int, int]]) -> bool:
+        """Test frames over links that are not in use; whether one is not as believed."""
+        before = self.believed().network
+        for edge in set(edges) - set(self._edges(self.plan.order)):
+            for _ in range(SHIFT_SAMPLES):
+                self.book.saw([self._use(problem, edge, SURVEY_BYTES)], self.now_s - 1e3, self.now_s, probe=True)
+        after = self.believed().network
+        return any(abs(math.log(after.rate[edge] / before.rate[edge])) > math.log(replan.TOLERANCE) for edge in edges)
+
+
+def benchmark(short: bool) -> list[Table]:
+    policies: dict[str, Callable[[World], Outcome]] = {
+        "never": never,
+        "ours, training stands still while state moves": lambda world: Ours(world, False).run(),
+        "ours, state moves in the background": lambda world: Ours(world, True).run(),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in policies}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in policies}
+    for seed in range(2 if short else 20):
+        world = World(seed)
+        least = clairvoyant(world).seconds
+        for name, policy in policies.items():
+            outcome = policy(world)
+            outcomes[name].append(outcome)
+            ratios[name].append(outcome.seconds / least)
+    rows = [
+        (
+            name, statistics.median(ratios[name]), statistics.fmean(ratios[name]), max(ratios[name]),
+            statistics.fmean(o.asked for o in given), statistics.fmean(o.moves for o in given),
+            sum(o.moving for o in given) / sum(o.seconds for o in given),
+        )
+        for name, given in outcomes.items()
+    ]  # fmt: skip
+    columns = ("policy", "median", "mean", "worst", "plans asked for", "moves", "part of the time moving")
+    title = (
+        f"{len(ratios['never'])} drifting networks, {STEPS} steps: time over a clairvoyant's with free moves"
+    )
+    return [Table(title, columns, rows, ratios={name: statistics.median(r) for name, r in ratios.items()})]
