@@ -55,7 +55,7 @@ def train(forward: str, backward: str, seed: int, steps: int) -> Result:
     for step in range(steps):
         crossings.step = step
         for group in optimizer.param_groups:
-            group["lr"] = _LR * min(1.0, (step + 1) / 20) * (1 - step / steps)
+            group["lr"] = _LR * min(1.0, (step + 1) / 40) * (1 - step / steps)
         starts = torch.randint(len(train_) - _PLACES - 1, (_BATCH,), generator=order)
         batch = torch.stack([train_[s : s + _PLACES + 1] for s in starts.tolist()])
         with torch.autocast("cpu", torch.bfloat16):
@@ -85,7 +85,7 @@ def _text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def benchmark(short: bool) -> list[Table]:
-    steps, seeds = (5, (0,)) if short else (200, SEEDS)
+    steps, seeds = (5, (0,)) if short else (400, SEEDS)
     pairs = PAIRS[7:9] if short else PAIRS
     exact = [train(*LOSSLESS, seed, steps) for seed in seeds]
     return [table({pair: [train(*pair, seed, steps) for seed in seeds] for pair in pairs}, exact, steps)]
