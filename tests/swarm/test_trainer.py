@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import geotrain
+from geotrain.callbacks import TensorBoard
 from geotrain.errors import CaptureError, UserError
 from tests.zoo import make
 
@@ -60,8 +61,8 @@ def test_trainer_equals_a_plain_loop(tmp_path, name, peers, schedule):
     reference = copy.deepcopy(net)
     before = {n: t.clone() for n, t in net.state_dict().items()}
     result = geotrain.Trainer(
-        net, train_dataset=batches, peers=peers, microbatches=2, schedule=schedule, lr=LR, clip_norm=1.0, steps=3, seed=SEED,
-        keep_gradients=True, run_dir=tmp_path / "run",
+        net, train_dataset=batches, peers=peers, microbatches=2, schedule=schedule, lr=LR, clip_norm=1.0, steps=3,
+        seed=SEED, keep_gradients=True, run_dir=tmp_path / "run",
     ).train()  # fmt: skip
     assert all(torch.equal(before[n], t) for n, t in net.state_dict().items()), "the user's model is not touched"
     losses, grads = plain_loop(reference, batches, 3, torch.optim.AdamW(reference.parameters(), lr=LR))
@@ -71,6 +72,42 @@ def test_trainer_equals_a_plain_loop(tmp_path, name, peers, schedule):
     assert [n for n, t in state.items() if not torch.equal(t, result.state_dict[n])] == []
     assert sorted(result.gradients) == sorted(grads)
     assert [n for n, g in grads.items() if not torch.equal(g, result.gradients[n])] == []
+
+
+def test_arguments_and_datasets_of_transformers(tmp_path):
+    """Two lines make of a script with the Trainer of transformers one with ours: samples of different lengths, an
+    evaluation set with a short last batch."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=64,
+    )  # fmt: skip
+    net = transformers.LlamaForCausalLM(config).train()
+    rows = [torch.arange(1 + i % 3, 6 + i % 3 + i % 4).tolist() for i in range(19)]
+    samples = [{"input_ids": row, "labels": row} for row in rows]
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
+        learning_rate=1e-2, lr_scheduler_type="constant", eval_steps=1, report_to=[], use_cpu=True,
+    )  # fmt: skip
+    told = []
+    trainer = geotrain.Trainer(
+        net, args, samples[:12], samples[12:], peers=2, run_dir=tmp_path / "run",
+        callbacks=[told.append, TensorBoard(tmp_path / "board")],
+    )  # fmt: skip
+    result = trainer.train()
+    assert sorted(result.held_out) == [0, 1, 2, 3] and result.held_out[3] < result.held_out[0]
+    assert all(torch.equal(tensor, result.state_dict[name]) for name, tensor in net.state_dict().items())
+    losses, labels = 0.0, 0
+    with torch.no_grad():
+        for row in rows[12:]:
+            tokens = torch.tensor([row])
+            losses += float(net.eval()(input_ids=tokens, labels=tokens).loss) * (len(row) - 1)
+            labels += len(row) - 1
+    assert result.held_out[3] == pytest.approx(losses / labels, rel=1e-5)
+    assert any(type(event).__name__ == "Evaluated" for event in told) and list((tmp_path / "board").iterdir())
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
 def test_mistakes_are_told_before_anything_starts(tmp_path):
