@@ -82,7 +82,8 @@ def measured(reports: Iterable[StageReport], microbatches: int) -> dict[Part, fl
     """The same of one step, from what its stages tell. Links whose messages were too short to time are missing."""
     figures: dict[Part, float] = {}
     for report in reports:
-        busy_s = sum(span.end_s - span.start_s for span in report.spans if span.activity in ("compute", "rest"))
+        actions = (span for span in report.spans if span.activity in ("compute", "rest") and span.label != "norms")
+        busy_s = sum(span.end_s - span.start_s for span in actions)
         figures["stage", report.peer] = busy_s / microbatches
         for use in report.links:
             if use.timed_bytes > 0:
