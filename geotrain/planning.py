@@ -24,7 +24,8 @@ from .layout import Layout, lay_out
 from .links import LinkBook
 from .local import read_topology
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
-
+from .planner.baselines import baselines
+from .planner.build import borders, instance
 from .plots import Bar, standalone, timeline
 from .report import STYLE
 from .runfolder import EVENTS, GRAPH, JOB
@@ -37,6 +38,11 @@ from .workload import workload
 
 _WIDTH = 64
 """Characters of a drawn step."""
+
+_MOST_COMPARED, _BORDERS = 64, 64
+"""Simpler plans take their time: only for so many peers, with so many places to cut."""
+
+_MOST_LINKS = 10
 
 _SEEN = 0.2
 """A character shows what takes most of its time, if it takes this part of it at all."""
@@ -90,6 +96,8 @@ def main(
         if check is not None:
             console.print(f"{check} is a plan that these peers can run")
         show(console, question, answer)
+        if check is None:
+            _compare(console, question, answer)
     if changes:
         changed = replace(question)
         for phrase in changes:
@@ -261,10 +269,12 @@ def show(console: Console, question: Question, answer: Answer) -> None:
         console.print(f"no plan is faster than {bound}: this one takes {over:.3f} times as long")
     if question.measured_s is not None:
         console.print(f"measured in the run: {duration(question.measured_s)} a step")
-    for load in step.loads:
-        if load.nbytes:
-            busy = load.busy_s / max(step.step_seconds, 1e-12)
-            console.print(f"  {load.src} to {load.dst}: {size(load.nbytes)} a step, busy {busy:.0%} of it")
+    used = sorted((load for load in step.loads if load.nbytes), key=lambda load: -load.busy_s)
+    for load in used[:_MOST_LINKS]:
+        busy = load.busy_s / max(step.step_seconds, 1e-12)
+        console.print(f"  {load.src} to {load.dst}: {size(load.nbytes)} a step, busy {busy:.0%} of it")
+    if len(used) > _MOST_LINKS:
+        console.print(f"  and {len(used) - _MOST_LINKS} links that are less busy")
     for note in plan.notes:
         console.print(f"  {note}")
     console.print(f"planned in {duration(answer.planning_s)}")
@@ -310,6 +320,25 @@ def picture(step: Timeline) -> str:
         rows.append((stage.peer, bars))
     legend = [("forward", "F"), ("backward", "B"), ("waiting", "waiting"), ("rest", "rest")]
     return standalone(timeline(rows, step.step_seconds, legend), STYLE)
+
+
+def _compare(console: Console, question: Question, answer: Answer) -> None:
+    """Against simpler ways to plan, by the planner's own model, without codecs."""
+    train, count = question.job.train, len(question.peers)
+    if count > _MOST_COMPARED:
+        return
+    given = instance(
+        question.graph, question.peers, borders(question.graph, count, _BORDERS), microbatches=train.microbatches,
+        schedule=question.job.pipeline.schedule, optimizer=train.optimizer, momentum=train.momentum,
+        links=question.links,
+    )  # fmt: skip
+    console.print("simpler plans with all of these peers, nothing compressed:")
+    for name, other in baselines(given.problem).items():
+        if other is None:
+            console.print(f"  {name}: does not fit")
+        else:
+            step_s = other.price.step_seconds
+            console.print(f"  {name}: {duration(step_s)} a step, {step_s / answer.plan.step_seconds:.2f} times as long")
 
 
 def _differences(console: Console, question: Question, before: Answer, after: Answer) -> None:

@@ -31,6 +31,8 @@ BENCHMARKS = {
     "big-model": "memory of each process with a model of a billion parameters",
     "quality": "held-out loss against bytes on the links, from scratch, of a dozen pairs of codecs",
     "finetuning": "the same with pretrained weights, LoRA and all of them",
+    "planning": "plans against simpler ones, by the planner's model",
+    "replicas": "several pipelines in the world of DT-FM",
 }
 """Modules of this folder (with underscores) that have `benchmark(short: bool) -> list[Table]`, and what they tell."""
 

@@ -21,7 +21,7 @@ LAYERS = [
     "codecs.ladder", "codecs", "coding", "opcost", "cost", "blocks", "schedule",
     "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem", "planner.price", "planner.tables", "planner.exact", "planner.chain",
     "planner.bound", "planner.heuristic", "planner.polish", "planner.build", "planner.explain", "planner.make",
-    "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire",
+    "planner.baselines", "planner.replicas", "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire",
     "meter", "admission", "protocol", "layout", "links", "replan", "scheduler", "identity", "events", "runstate", "control",
     "plots", "facts", "stage", "instruct",
     # shell

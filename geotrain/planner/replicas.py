@@ -1,0 +1,273 @@
+"""Several pipelines that each hold the whole model, and share a step's microbatches. Pure.
+
+With m_r microbatches of M for pipeline r, and gradients (or weights) exchanged after every H steps, a step takes
+
+    max over r of [ (m_r - 1) T_r + fill_r ]  +  sync / H
+
+Peers that hold the same piece of the model exchange it all to all, each its part of R: a peer needs, for every other
+holder, two messages of 1/R of the bytes and their latencies; the slowest peer decides (Yuan et al. 2022,
+arXiv:2206.01288, eq. 1).
+
+The search is over grids, R pipelines of K stages with common cuts (the *aligned* form: a stage's replicas can then be
+near each other), by exchanging peers, all of a random batch scored at once. At last each pipeline of the best grids may
+have cuts of its own and leave peers out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from .baselines import best_cuts, shortest, tour
+from .price import Price, price
+from .problem import Floats, Ints, Problem
+
+BATCH = 96
+"""Changes that are scored at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Peers in order, borders between them, its share of the microbatches, and what that takes."""
+
+    order: tuple[int, ...]
+    cuts: tuple[int, ...]
+    microbatches: int
+    price: Price
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """`step_seconds` has the exchange's share in it; `sync_seconds` are those of one exchange. `aligned`: all pipelines
+    have the same cuts."""
+
+    pipelines: tuple[Pipeline, ...]
+    step_seconds: float
+    sync_seconds: float
+    aligned: bool
+
+
+def replicas(
+    problem: Problem, sync_bytes: Floats, every: int = 1, *, seed: int = 0, rounds: int = 8, most: int | None = None
+) -> Replicas | None:
+    """The best number of pipelines, their peers, cuts and shares.
+
+    Args:
+        problem: `microbatches` are those of a step, of all pipelines together.
+        sync_bytes: (B,) bytes to exchange, from the graph's start to each border.
+        every: steps between exchanges.
+        rounds: batches of exchanges that are tried for each shape of the grid; ten times as many for the best ones.
+        most: at most so many pipelines.
+
+    Returns:
+        None where the model fits onto no such set of peers.
+    """
+    row = tour(problem)
+    grids = [_Grid(problem, sync_bytes, every, r, k, row) for r, k in _shapes(problem, most)]
+    rng = np.random.default_rng(seed)
+    tried: list[tuple[float, int, Ints]] = []
+    for number, grid in enumerate(grids):
+        for start in grid.starts():
+            peers, value = grid.improve(start, rng, rounds)
+            tried.append((value, number, peers))
+    tried.sort(key=lambda t: (t[0], t[1]))
+    found: list[Replicas] = []
+    for _, number, peers in tried[:4]:
+        grid = grids[number]
+        better, value = grid.improve(peers, rng, 10 * rounds)
+        if np.isfinite(value):
+            ways = grid.ways(better)
+            found += [priced(problem, sync_bytes, every, ways), *_own_cuts(problem, sync_bytes, every, ways)]
+    fitting = [f for f in found if np.isfinite(f.step_seconds)]
+    return min(fitting, key=lambda f: f.step_seconds, default=None)
+
+
+Ways = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""(peers in order, borders between them) of each pipeline."""
+
+
+def priced(problem: Problem, sync_bytes: Floats, every: int, ways: Ways) -> Replicas:
+    """What given pipelines take, with the best shares: all finish together, as far as whole microbatches allow."""
+    first = [price(problem, order, cuts) for order, cuts in ways]
+    periods, fills = (np.array([getattr(p, name) for p in first]) for name in ("period_seconds", "fill_seconds"))
+    shares = _shares(periods, fills, problem.microbatches)
+    pipelines: list[Pipeline] = []
+    for (order, cuts), share in zip(ways, shares, strict=True):
+        if share:
+            one = price(replace(problem, microbatches=int(share)), order, cuts)
+            pipelines.append(Pipeline(tuple(order), tuple(cuts), int(share), one))
+    sync_s = sync_seconds(problem, sync_bytes, [(p.order, p.cuts) for p in pipelines])
+    slowest = max((p.price.step_seconds for p in pipelines), default=np.inf)
+    aligned = len({p.cuts for p in pipelines}) == 1
+    return Replicas(tuple(pipelines), slowest + sync_s / every, sync_s, aligned)
+
+
+def sync_seconds(problem: Problem, sync_bytes: Floats, ways: Ways) -> float:
+    """One exchange between all holders of the same pieces."""
+    count = len(ways)
+    if count < 2:
+        return 0.0
+    seconds: dict[int, float] = {}
+    for a, (order, cuts) in enumerate(ways):
+        bounds = [0, *cuts, problem.borders - 1]
+        for peer, (first, end) in zip(order, pairwise(bounds), strict=True):
+            for b, (others, their_cuts) in enumerate(ways):
+                if a == b:
+                    continue
+                for other, (start, stop) in zip(others, pairwise([0, *their_cuts, problem.borders - 1]), strict=True):
+                    nbytes = sync_bytes[min(end, stop)] - sync_bytes[max(first, start)]
+                    if min(end, stop) > max(first, start):
+                        rate = float(problem.network.rates(peer, other))
+                        latency = float(problem.network.latencies(peer, other))
+                        seconds[peer] = seconds.get(peer, 0.0) + 2 * (latency + float(nbytes) / (count * rate))
+    return max(seconds.values(), default=0.0)
+
+
+def _shapes(problem: Problem, most: int | None) -> list[tuple[int, int]]:
+    """(pipelines, stages): those that use all peers, and half of them."""
+    limit = min(problem.size, problem.microbatches, most or problem.size)
+    shapes: set[tuple[int, int]] = set()
+    for r in {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, limit}:
+        for part in (1.0, 0.85, 0.7, 0.5):
+            k = min(int(part * problem.size) // r, problem.borders - 1)
+            if r <= limit and k >= 1:
+                shapes.add((r, k))
+    return sorted(shapes)
+
+
+def _own_cuts(problem: Problem, sync_bytes: Floats, every: int, ways: Ways) -> list[Replicas]:
+    """The same pipelines, each with the cuts that are best for itself alone."""
+    share = replace(problem, microbatches=max(1, problem.microbatches // len(ways)))
+    own = [best_cuts(share, order) for order, _ in ways]
+    return [priced(problem, sync_bytes, every, [way for way in own if way is not None])] if all(own) else []
+
+
+def _shares(periods: Floats, fills: Floats, microbatches: int) -> Ints:
+    """(R,) periods and fills -> whole shares that sum to all microbatches: each goes where it ends first."""
+    shares = np.zeros(len(periods), np.intp)
+    for _ in range(microbatches):
+        shares[int((fills + shares * periods).argmin())] += 1
+    return shares
+
+
+def _together(periods: Floats, fills: Floats, microbatches: int) -> Floats:
+    """(C, R) periods and fills -> (C,) when all end together, with fractions of microbatches."""
+    used, end = np.isfinite(fills), np.zeros(len(fills))
+    for _ in range(4):
+        pace = np.where(used, 1 / np.maximum(periods, 1e-12), 0.0)
+        spent = np.where(used, (fills - periods) * pace, 0.0).sum(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            end = (microbatches + spent) / pace.sum(axis=1)
+        used = fills <= end[:, None]
+    return np.where(used.any(axis=1), end, np.inf)
+
+
+class _Grid:
+    """R pipelines of K stages. A candidate is an order of all peers: the first R x K fill the grid, pipeline by
+    pipeline; the others are left out."""
+
+    def __init__(
+        self, problem: Problem, sync_bytes: Floats, every: int, count: int, stages: int, row: Sequence[int]
+    ) -> None:
+        self._row = row
+        self.problem, self.sync_bytes, self.every = problem, sync_bytes, every
+        self.count, self.stages = count, stages
+        ids = np.arange(problem.size)
+        net = problem.network
+        self.rate, self.latency = net.rates(ids[:, None], ids), net.latencies(ids[:, None], ids)
+        np.fill_diagonal(self.rate, np.inf)
+        np.fill_diagonal(self.latency, 0.0)
+        self.share = problem.work[0] / problem.work[0, -1]
+
+    def starts(self) -> list[Ints]:
+        """Near peers in a stage; near peers in a pipeline, all of them or the fast ones first; equally fast ones."""
+        problem, cells = self.problem, self.count * self.stages
+        fast = np.argsort(-problem.speed, kind="stable")
+        used, rest = fast[:cells], fast[cells:]
+        near = np.array([peer for peer in self._row if peer in set(used)])
+        return [self._near_stages(), *(np.concatenate((grid, rest)) for grid in (near, used))]
+
+    def _near_stages(self) -> Ints:
+        """Stage by stage the peers that are nearest to each other of those left; then stages so that near ones follow
+        each other, and in each the fast ones first."""
+        both = np.minimum(self.rate, self.rate.T)
+        left, groups = np.arange(self.problem.size), list[Ints]()
+        for _ in range(self.stages):
+            near = np.sort(both[np.ix_(left, left)], axis=1)[:, ::-1][:, : self.count]
+            seed = left[int((1 / near[:, 1:]).sum(axis=1).argmin())]
+            group = left[np.argsort(-both[seed, left], kind="stable")[: self.count]]
+            groups.append(group[np.argsort(-self.problem.speed[group], kind="stable")])
+            left = np.setdiff1d(left, group)
+        between = np.array([[1 / float(both[np.ix_(g, h)].min()) for h in groups] for g in groups])
+        grid = np.array(groups)[shortest(between**2)]
+        return np.concatenate((grid.T.ravel(), left))
+
+    def improve(self, peers: Ints, rng: np.random.Generator, rounds: int) -> tuple[Ints, float]:
+        """Two peers exchanged, or a stretch of stages turned round: the best of each batch, as long as that helps."""
+        best, value = peers, float(self.seconds(peers[None])[0])
+        cells, size, idle = self.count * self.stages, len(peers), 0
+        for _ in range(rounds):
+            a, b = rng.integers(cells, size=BATCH), rng.integers(size, size=BATCH)
+            tries = np.repeat(best[None], BATCH, axis=0)
+            rows = np.arange(BATCH)
+            tries[rows, a], tries[rows, b] = best[b], best[a]
+            for row in rows[BATCH // 2 :]:  # half of them turn a stretch of stages round instead
+                i, j = sorted(rng.integers(self.stages, size=2))
+                grid = best[:cells].reshape(self.count, self.stages).copy()
+                grid[:, i : j + 1] = grid[:, i : j + 1][:, ::-1]
+                tries[row, :cells], tries[row, cells:] = grid.ravel(), best[cells:]
+            seconds = self.seconds(tries)
+            k = int(seconds.argmin())
+            if seconds[k] < value * (1 - 1e-9):
+                best, value, idle = tries[k], float(seconds[k]), 0
+            else:
+                idle += 1
+            if idle > 12:
+                break
+        return best, value
+
+    def seconds(self, peers: Ints) -> Floats:
+        """(C, N) -> (C,): the step, windows aside."""
+        problem, C = self.problem, len(peers)
+        grid = peers[:, : self.count * self.stages].reshape(C, self.count, self.stages)
+        bounds = self._bounds(grid)
+        work = problem.work[:, bounds]  # (kinds, C, K + 1)
+        own = np.diff(work, axis=-1)[problem.kind[grid], np.arange(C)[:, None, None], np.arange(self.stages)]
+        compute = own / problem.speed[grid]  # (C, R, K)
+        first, end = bounds[:, :-1], bounds[:, 1:]
+        held = problem.state_bytes[first, end] + problem.activation_bytes[first, end]
+        fits = (held[:, None] <= problem.memory[grid]).all(axis=(1, 2))
+        src, dst = grid[:, :, :-1], grid[:, :, 1:]
+        ahead = problem.forward_bytes[bounds[:, 1:-1]][:, None] / self.rate[src, dst]
+        back = problem.backward_bytes[bounds[:, 1:-1]][:, None] / self.rate[dst, src]
+        longest = np.maximum(ahead, back).max(axis=2, initial=0.0)
+        periods = np.maximum(compute.max(axis=2), longest)
+        fills = compute.sum(axis=2) + (ahead + back + self.latency[src, dst] + self.latency[dst, src]).sum(axis=2)
+        slowest = _together(periods, fills, problem.microbatches)
+        return np.where(fits, slowest + self._sync(grid, bounds) / self.every, np.inf)
+
+    def _bounds(self, grid: Ints) -> Ints:
+        """(C, K + 1): each stage as much of the model as its peers have of the speed, at least one piece."""
+        pieces, stages = self.problem.borders - 1, self.stages
+        speed = self.problem.speed[grid].sum(axis=1).cumsum(axis=1)
+        wanted = speed / speed[:, -1:]
+        at = np.abs(self.share[None, None] - wanted[:, :, None]).argmin(axis=2)
+        at[:, -1] = pieces
+        bounds = np.concatenate((np.zeros((len(at), 1), np.intp), at), axis=1)
+        steps = np.arange(stages + 1)
+        bounds = np.maximum.accumulate(bounds - steps, axis=1) + steps
+        return np.minimum(bounds, pieces - (stages - steps))
+
+    def _sync(self, grid: Ints, bounds: Ints) -> Floats:
+        if self.count < 2:
+            return np.zeros(len(grid))
+        nbytes = np.diff(self.sync_bytes[bounds], axis=1)  # (C, K)
+        a, b = grid[:, :, None, :], grid[:, None, :, :]
+        each = self.latency[a, b] + nbytes[:, None, None, :] / (self.count * self.rate[a, b])
+        return 2 * each.sum(axis=2).max(axis=(1, 2))
+
+    def ways(self, peers: Ints) -> list[tuple[list[int], list[int]]]:
+        grid = peers[: self.count * self.stages].reshape(1, self.count, self.stages)
+        cuts = [int(border) for border in self._bounds(grid)[0, 1:-1]]
+        return [([int(i) for i in row], cuts) for row in grid[0]]
