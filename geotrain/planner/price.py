@@ -180,7 +180,7 @@ def _hold(
         return seconds if window >= many else max(seconds, rtt / window)
 
     while True:
-        rest, seconds, chosen, rtts = 0.0, compute.copy(), [False] * len(order), [0.0] * len(order)
+        rest, seconds, chosen = 0.0, compute.copy(), [False] * len(order)
         least = period
         for k in reversed(range(len(order))):
             c, c2 = float(compute[k]), float(compute[k] + extra[k])
@@ -193,12 +193,15 @@ def _hold(
             elif one > period * (1 + 1e-12):
                 least = max(least, one)
             rest += float(seconds[k])
-            rtts[k] = rest
         if least <= period:
             break
         period = least
     most = [again[k] if chosen[k] else plain[k] for k in range(len(order))]
-    windows = [int(min(most[k], many, np.ceil(rtts[k] / period - 1e-9) + 1)) for k in range(len(order))]
+    windows = [1] * len(order)
+    for k in reversed(range(len(order) - 1)):
+        loop = float(seconds[k] + seconds[k + 1] + after[k])  # with a neighbor; see `windows`
+        windows[k] = windows[k + 1] + int(np.ceil(loop / period - 1e-9))
+    windows = [int(min(window, limit, many)) for window, limit in zip(windows, most, strict=True)]
     if problem.schedule == "gpipe":
         windows = [many] * len(order)
     return period, tuple(windows), tuple(chosen), seconds
