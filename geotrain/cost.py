@@ -26,7 +26,7 @@ class StageCost:
 
     `bytes_in` and `bytes_out` cross its cuts forward in each microbatch, `gradient_bytes_in` come back for
     what it made, `gradient_bytes_out` leave for what it received. `gradient_bytes` are the parameters' own.
-    `transient_bytes` are held while an op runs.
+    `input_bytes` are the model's inputs that it reads. `transient_bytes` are held while an op runs.
     """
 
     flops_forward: int
@@ -40,6 +40,7 @@ class StageCost:
     bytes_out: int
     gradient_bytes_in: int
     gradient_bytes_out: int
+    input_bytes: int
     transient_bytes: int
 
     @property
@@ -54,6 +55,7 @@ class StageCost:
 _SUMS = (
     "flops_forward", "flops_backward", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes",
     "activation_bytes_per_microbatch", "bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out",
+    "input_bytes",
 )  # fmt: skip
 _HELD = (
     "parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "bytes_in", "bytes_out",
@@ -161,6 +163,8 @@ class CostTable:
                 self._once(places, {"activation_bytes_per_microbatch": spec.packed.nbytes})
 
     def _add_boundaries(self) -> None:
+        for name in self._graph.inputs:
+            self._once(self._places.readers.get(name, ()), {"input_bytes": self._graph.values[name].spec.packed.nbytes})
         for name, made in self._places.home.items():
             value = self._graph.values.get(name)
             waits = [place for place in self._places.waits.get(name, ()) if place > made]

@@ -1,5 +1,7 @@
 """What this machine can do: its device, its speed, its memory; measured, not typed in. I/O."""
 
+import contextlib
+import ctypes
 import os
 import platform
 import time
@@ -11,6 +13,8 @@ from .errors import ConfigError
 _SIZE = 512
 _BURSTS = 8
 _BURST_S = 0.02
+_M_ARENA_MAX = -8
+"""From glibc's malloc.h."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -55,6 +59,14 @@ def free_memory_bytes(device: torch.device) -> int:
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return int(0.9 * free)
+
+
+def allocate_from_one_heap() -> None:
+    """Makes glibc keep one heap for all threads; elsewhere nothing. The compute thread's own would be made of pieces of
+    64 MiB, which tensors of some 10 MiB fill badly: a GPT's stage held up to 1.5 times its tensors, with one heap
+    1.2 times."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def kind(device: torch.device, threads: int | None) -> str:
