@@ -15,13 +15,19 @@ from geotrain.errors import PlanError
 from geotrain.graph import OpGraph, boundary_bytes, candidate_cuts, capture
 from geotrain.graph.ir import Buffer, Ref
 from geotrain.planner import check, plan
-from geotrain.planner.memory import GIB, RUNTIME_BYTES
-from geotrain.planner.proportional import EXACT_PEERS, TIE
+from geotrain.planner.exact import EXACT_PEERS
+from geotrain.planner.memory import GIB, RUNTIME_BYTES, USABLE, stage_memory
 from geotrain.schedule import default_windows
 from tests.pure.graphs import chain, floats
 from tests.zoo import make
 
-ROOM = RUNTIME_BYTES + GIB
+
+def memory_for(nbytes: float) -> int:
+    """What a peer must allow so that a stage may use so much."""
+    return int(nbytes / USABLE) + 1
+
+
+ROOM = memory_for(RUNTIME_BYTES + GIB)
 
 
 def peers_of(*speeds: float, memory: int = ROOM) -> list[Peer]:
@@ -42,7 +48,8 @@ def test_equal_layers_are_shared_by_speed() -> None:
     assert work["p1"] > 2.5 * work["p0"]
     first, second = (stage.compute_seconds for stage in made.stages)
     assert first == pytest.approx(second, rel=0.4)
-    assert made.notes == () and made.schedule == "1f1b" and made.microbatches == 4
+    assert made.benched == () and made.schedule == "1f1b" and made.microbatches == 4
+    assert made.lower_bound_seconds <= made.step_seconds
 
 
 def test_a_plan_is_the_same_every_time_and_survives_a_file() -> None:
@@ -62,13 +69,14 @@ def test_captured_models_on_any_number_of_peers(name: str, count: int, schedule:
     made = plan(graph, peers, microbatches=4, schedule=schedule, stages=count)
     check(made, graph, peers)
     assert sorted(names(made)) == [peer.name for peer in peers]
-    assert [stage.window for stage in made.stages] == default_windows(schedule, count, 4)
+    if schedule == "gpipe":
+        assert [stage.window for stage in made.stages] == default_windows(schedule, count, 4)
     points = [0, *(stage.end_op for stage in made.stages)]
     table = CostTable(graph, points)
     for s, stage in enumerate(made.stages):
         cost = table.stage(s, s + 1)
         assert stage.compute_seconds == pytest.approx(cost.flops / 1e9)
-        assert stage.memory_bytes == cost.memory_bytes(stage.window) + RUNTIME_BYTES
+        assert stage.memory_bytes == int(stage_memory(table, 4).peak(stage.window, stage.recompute)[s, s + 1])
 
 
 # -- against exhaustive search
@@ -87,7 +95,7 @@ def least_period(graph: OpGraph, peers: list[Peer], microbatches: int) -> float 
         costs = [cost_of(first, end) for first, end in pairwise([0, *points, len(graph.ops)])]
         for order in permutations(peers):
             fits = all(
-                cost.memory_bytes(window) + RUNTIME_BYTES <= peer.memory_bytes
+                memory_for(cost.memory_bytes(window) + RUNTIME_BYTES) <= peer.memory_bytes
                 for cost, window, peer in zip(costs, windows, order, strict=True)
             )
             period = max(cost.flops / peer.flops_per_s for cost, peer in zip(costs, order, strict=True))
@@ -105,7 +113,7 @@ def least_period(graph: OpGraph, peers: list[Peer], microbatches: int) -> float 
 def test_the_slowest_stage_is_as_fast_as_can_be(widths: list[int], speeds: list[int], rooms: list[int]) -> None:
     graph = chain(widths)
     peers = [
-        Peer(f"p{i}", speed * 1e6, RUNTIME_BYTES + room)
+        Peer(f"p{i}", speed * 1e6, memory_for(RUNTIME_BYTES + room))
         for i, (speed, room) in enumerate(zip(speeds, rooms, strict=False))
     ]
     count = len(peers)
@@ -115,7 +123,9 @@ def test_the_slowest_stage_is_as_fast_as_can_be(widths: list[int], speeds: list[
             plan(graph, peers, microbatches=4, stages=count)
         return
     made = plan(graph, peers, microbatches=4, stages=count)
-    assert expected * 0.999 <= slowest(made) <= expected * TIE * 1.001
+    # stages asked for; the fill may be worth a little of the period
+    assert expected * 0.999 <= slowest(made)
+    assert made.period_seconds * 3 <= made.step_seconds <= expected * (4 + count - 1) * 1.001
     check(made, graph, peers)
 
 
@@ -126,21 +136,7 @@ def test_a_faster_peer_never_makes_the_step_slower(speeds: list[int], microbatch
     before = plan(graph, peers_of(*(speed * 1e6 for speed in speeds)), microbatches=microbatches)
     speeds[which % len(speeds)] *= 2
     after = plan(graph, peers_of(*(speed * 1e6 for speed in speeds)), microbatches=microbatches)
-    # Sets of peers within TIE of the best, then cuts within TIE of theirs, count as equally fast.
-    assert after.step_seconds <= before.step_seconds * TIE**2
-
-
-def test_of_equally_fast_cuts_the_narrowest_is_taken() -> None:
-    graph = chain([64, 64, 62, 64, 64, 64])
-    made = plan(graph, peers_of(1e9, 1.55e9), microbatches=4)
-
-    def period(cut: int) -> float:
-        return max(stage_cost(graph, 0, cut).flops / 1e9, stage_cost(graph, cut, len(graph.ops)).flops / 1.55e9)
-
-    assert names(made) == ["p0", "p1"]
-    as_fast = [cut for cut in boundary_bytes(graph) if period(cut.op_index) <= slowest(made)]
-    narrowest = min(cut.boundary_bytes for cut in as_fast)
-    assert [c.boundary_bytes for c in as_fast if c.op_index == made.stages[1].first_op] == [narrowest]
+    assert after.step_seconds <= before.step_seconds * (1 + 1e-6)
 
 
 # -- peers left out
@@ -149,20 +145,20 @@ def test_of_equally_fast_cuts_the_narrowest_is_taken() -> None:
 def test_a_peer_that_slows_the_run_is_left_out_and_the_plan_says_why() -> None:
     made = plan(chain([64] * 5), peers_of(1e9, 1e9, 1e6), microbatches=2)
     assert sorted(names(made)) == ["p0", "p1"]
-    assert made.notes[0].startswith("p2 is left out: with it a step takes ")
-    assert len(made.notes) == 1
+    assert made.benched == ("p2",)
+    assert any(note.startswith("p2 is left out: with it a step takes ") for note in made.notes)
 
 
 def test_equal_peers_are_all_used() -> None:
     made = plan(chain([64] * 13), peers_of(*[1e9] * 6), microbatches=1)
-    assert sorted(names(made)) == [f"p{i}" for i in range(6)] and made.notes == ()
+    assert sorted(names(made)) == [f"p{i}" for i in range(6)] and made.benched == ()
 
 
 def test_more_peers_than_pieces() -> None:
     graph = chain([8, 8])  # 3 ops
     made = plan(graph, peers_of(*[1e6] * 5), microbatches=64)
     assert len(made.stages) <= 3
-    assert len(made.notes) == 5 - len(made.stages)
+    assert len(made.benched) == 5 - len(made.stages)
     with pytest.raises(PlanError, match="cut into 3 stages at most, not 4"):
         plan(graph, peers_of(*[1e6] * 5), microbatches=4, stages=4)
 
@@ -170,19 +166,18 @@ def test_more_peers_than_pieces() -> None:
 def test_asked_for_fewer_stages() -> None:
     made = plan(chain([64] * 9), peers_of(1e9, 2e9, 3e9), microbatches=4, stages=2)
     assert sorted(names(made)) == ["p1", "p2"]
-    assert made.notes == ("p0 is left out: 2 stages were asked for, and others are faster",)
+    assert made.notes[-1] == "p0 is left out: 2 stages were asked for, and others are faster"
 
 
-def test_many_peers_are_taken_in_order_of_speed() -> None:
+def test_many_peers() -> None:
     speeds = [1e9 * (1 + i % 7) for i in range(EXACT_PEERS + 12)]
     graph = chain([64] * 41)
     peers = peers_of(*speeds)
-    made = plan(graph, peers, microbatches=32)
+    made = plan(graph, peers, microbatches=32, deadline_s=0.2)
     check(made, graph, peers)
-    used = [int(name[1:]) for name in names(made)]
-    assert len(used) > 8
-    assert [speeds[i] for i in used] == sorted(speeds, reverse=True)[: len(used)]
-    assert len(made.notes) == len(speeds) - len(used)
+    assert len(made.stages) > 8 and len(made.benched) == len(speeds) - len(made.stages)
+    assert plan(graph, peers, microbatches=32, deadline_s=0.2) == made
+    assert 1 <= made.step_seconds / made.lower_bound_seconds < 1.2
 
 
 # -- links
@@ -205,7 +200,7 @@ def test_a_slow_link_is_avoided() -> None:
 
 def test_links_slower_than_one_peer_alone_are_not_used() -> None:
     made = plan(chain([64] * 13), peers_of(1e9, 1e9), microbatches=8, links=both_ways("p0", "p1", 100.0))
-    assert len(made.stages) == 1 and "p1 is left out: with it a step takes" in made.notes[0]
+    assert len(made.stages) == 1 and "p1 is left out: with it a step takes" in made.notes[-1]
 
 
 def test_step_seconds_by_hand() -> None:
@@ -223,12 +218,12 @@ def test_step_seconds_by_hand() -> None:
 def test_memory_decides_where_speed_would_not() -> None:
     graph = chain([256] * 9)
     whole = stage_cost(graph, 0, len(graph.ops)).memory_bytes(1)
-    fast = Peer("fast", 9e9, RUNTIME_BYTES + whole // 4)
-    slow = Peer("slow", 1e9, RUNTIME_BYTES + whole)
+    fast = Peer("fast", 9e9, memory_for(RUNTIME_BYTES + whole // 4))
+    slow = Peer("slow", 1e9, memory_for(RUNTIME_BYTES + whole))
     made = plan(graph, [fast, slow], microbatches=2)
     check(made, graph, [fast, slow])
     held = {stage.peer: stage.memory_bytes for stage in made.stages}
-    assert held["fast"] <= fast.memory_bytes and held["slow"] <= slow.memory_bytes
+    assert all(memory_for(held[peer.name]) <= peer.memory_bytes + 1 for peer in (fast, slow))
     work = {stage.peer: stage.end_op - stage.first_op for stage in made.stages}
     assert work["fast"] < work["slow"]
 
@@ -248,14 +243,14 @@ def test_momentum_and_optimizer_count() -> None:
 
 def test_what_does_not_fit_is_refused_with_three_ways_out() -> None:
     graph = chain([512] * 5)
-    peers = peers_of(1e9, 1e9, memory=RUNTIME_BYTES + 2**20)
+    peers = peers_of(1e9, 1e9, memory=memory_for(RUNTIME_BYTES + 2**20))
     with pytest.raises(PlanError) as refused:
         plan(graph, peers, microbatches=8, schedule="gpipe")
     message = str(refused.value)
     assert "does not fit on 2 peers" in message and "\n" not in message
     assert "stage" in message and "(blocks." in message and "with 8 live microbatches" in message
-    assert "needs 0.46 GiB" in message and "may use 0.45 GiB" in message
-    for way_out in ("add peers or memory", "microbatch smaller", "1f1b"):
+    assert "needs 0.41 GiB" in message and "may use 0.40 GiB (80% of its memory)" in message
+    for way_out in ("more peers", "microbatch smaller", "recompute"):
         assert way_out in message
 
 
@@ -343,8 +338,8 @@ def test_check_accepts_any_cut_and_larger_windows() -> None:
 
 
 def test_check_refuses_what_does_not_fit() -> None:
-    small = [Peer("p0", 1e9, RUNTIME_BYTES + 100), *PEERS[1:]]
-    with pytest.raises(PlanError, match=r"stage 0 on p0 needs 0\.45 GiB with 3 live microbatches and may use"):
+    small = [Peer("p0", 1e9, memory_for(RUNTIME_BYTES + 100)), *PEERS[1:]]
+    with pytest.raises(PlanError, match=r"stage 0 on p0 needs 0\.40 GiB with 3 live microbatches and may use"):
         check(cut_at(3, 6), GRAPH, small)
 
 

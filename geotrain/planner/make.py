@@ -1,0 +1,231 @@
+"""`plan`: who runs which ops, with what codecs and windows, and why. Pure.
+
+Few peers are searched exactly, many by local search; both on the same price. A step is compared with its proven lower
+bound, and the plan says what limits it, what each peer adds, and who is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal, cast
+
+import numpy as np
+
+from ..base import Link, Peer, Plan, Stage
+from ..blocks import CostModel
+from ..codecs.ladder import RAW, Rung
+from ..errors import PlanError
+from ..graph import OpGraph, graph_hash
+from ..schedule import default_windows
+from .bound import lower_bound
+from .build import Instance, borders, check_peers, instance
+from .chain import along
+from .exact import EXACT_PEERS, Found, exact, found
+from .explain import explain, why_nothing_fits
+from .heuristic import search, useful
+from .polish import polish
+from .problem import Problem
+
+COARSE_BORDERS = 26
+"""With many subsets of peers to try, only so many borders; the best order is then cut at all of them."""
+
+HORIZON = 30
+"""Steps over which moving a stage's state to another peer must pay."""
+
+
+def plan(
+    graph: OpGraph,
+    peers: Sequence[Peer],
+    *,
+    microbatches: int,
+    schedule: str = "1f1b",
+    optimizer: str = "adamw",
+    momentum: float = 0.0,
+    links: Sequence[Link] = (),
+    stages: int | None = None,
+    epoch: int = 1,
+    forward: Sequence[Rung] = (RAW,),
+    backward: Sequence[Rung] = (RAW,),
+    max_loss_increase: float = 0.01,
+    deadline_s: float = 1.0,
+    seed: int = 0,
+    near: Plan | None = None,
+    costs: CostModel | None = None,
+) -> Plan:
+    """Assigns contiguous stages of a graph to peers.
+
+    Args:
+        links: rates and latencies of directed pairs; a pair not listed has what its ends allow, and no latency.
+        stages: exactly so many stages. None: as many as make the step fastest.
+        forward, backward: the codecs to choose from. Raw tensors always may be sent.
+        max_loss_increase: the most extra steps, as a fraction, that all codecs of the plan may cost together.
+        deadline_s: how long to search, on one core; it is turned into a number of rounds, so that the same input
+            gives the same plan.
+        near: the plan that runs now. Another one must be worth moving the state.
+        costs: seconds of stages; without it, FLOPs.
+
+    Raises:
+        PlanError: the peers or settings are wrong, or nothing fits; then the message names the tightest stage.
+    """
+    check_peers(peers)
+    wanted = len(peers) if stages is None else stages
+    if not 1 <= wanted <= len(peers):
+        raise PlanError(f"{wanted} stages were asked for and there are {len(peers)} peers; use 1 to {len(peers)}")
+    default_windows(schedule, wanted, microbatches)
+    most = 64 if stages is None else wanted
+    places = borders(graph, min(wanted, most))
+    if stages is not None and stages >= len(places):
+        raise PlanError(f"the model can be cut into {len(places) - 1} stages at most, not {stages}")
+    made = instance(
+        graph, peers, places, microbatches=microbatches, schedule=schedule, optimizer=optimizer, momentum=momentum,
+        links=links, forward=forward, backward=backward, max_loss_increase=max_loss_increase, costs=costs,
+    )  # fmt: skip
+    problem = made.problem
+    best = _best(problem, stages, deadline_s, seed, _order(near, problem))
+    if best is None:
+        raise PlanError(why_nothing_fits(graph, made, stages))
+    best = polish(problem, best)
+    if near is not None:
+        best = _nearest(made, best, near, stages)
+    bound = lower_bound(problem, best.price.step_seconds)
+    return _as_plan(graph, made, best, bound, epoch, stages)
+
+
+def _order(near: Plan | None, problem: Problem) -> list[int]:
+    number = {name: i for i, name in enumerate(problem.names)}
+    return [] if near is None else [number[stage.peer] for stage in near.stages if stage.peer in number]
+
+
+def _best(problem: Problem, stages: int | None, deadline_s: float, seed: int, near: list[int]) -> Found | None:
+    if problem.size <= EXACT_PEERS:
+        coarse = _coarse(problem, 1 if problem.size <= 8 else stages or 1)
+        few = _fewer_borders(problem, coarse)
+        rough = exact(few, stages=stages)
+        if rough is None and few is not problem:
+            rough = exact(problem, stages=stages)
+            return rough
+        if rough is None or few is problem:
+            return rough
+        known = found(problem, list(rough.order), [coarse[c] for c in rough.cuts], list(rough.codecs))
+        return along(problem, rough.order, known)
+    if stages is None:
+        return search(problem, deadline_s, seed, near)
+    chosen = useful(problem)
+    ranked = sorted(chosen, key=lambda i: (-problem.speed[i], i))
+    if stages <= EXACT_PEERS:
+        ids = ranked[:EXACT_PEERS]
+        part = _best(problem.take(ids), stages, deadline_s, seed, [])
+        return None if part is None else found(problem, [ids[i] for i in part.order], [*part.cuts], [*part.codecs])
+    return along(problem, ranked[:stages])
+
+
+def _coarse(problem: Problem, least: int) -> list[int]:
+    """The borders to use: all for few peers; else those nearest to even shares of the work, of the narrow ones."""
+    last = problem.borders - 1
+    most = {True: last + 1, False: max(COARSE_BORDERS, 2 * least)}[problem.size <= 8]
+    if last < most:
+        return list(range(last + 1))
+    crossing = problem.forward_bytes + problem.backward_bytes
+    ends = np.linspace(1, last, most - 1).astype(int)
+    inner = [int(a + np.argmin(crossing[a:b])) for a, b in pairwise(ends) if b > a]
+    return [0, *inner, last]
+
+
+def _fewer_borders(problem: Problem, keep: Sequence[int]) -> Problem:
+    if len(keep) == problem.borders:
+        return problem
+    k = np.asarray(keep, np.intp)
+    at = np.ix_(k, k)
+    place = np.searchsorted(k, np.arange(problem.borders), side="right") - 1
+    optional = {
+        name: None if (value := getattr(problem, name)) is None else value[k]
+        for name in ("forward_elements", "backward_elements", "forward_rest", "backward_rest")
+    }
+    routes = tuple(
+        replace(r, made=int(place[r.made]), readers=tuple(sorted({int(place[x]) for x in r.readers})))
+        for r in problem.routes
+    )
+    return replace(
+        problem, work=problem.work[:, k], forward_work=problem.forward_work[:, k],
+        state_bytes=problem.state_bytes[at], activation_bytes=problem.activation_bytes[at],
+        received_bytes=problem.received_bytes[at], forward_bytes=problem.forward_bytes[k],
+        backward_bytes=problem.backward_bytes[k], routes=routes, **optional,
+    )  # fmt: skip
+
+
+def _nearest(made: Instance, best: Found, near: Plan, stages: int | None) -> Found:
+    """Of the best plan and those that leave the peers where they are, the one that is cheapest with its moves."""
+    problem = made.problem
+    order = _order(near, problem)
+    options = [best]
+    if len(order) == len(near.stages) and stages in (None, len(order)):
+        again = along(problem, order)
+        options += [] if again is None else [again]
+        place = {point: b for b, point in enumerate(made.points)}
+        cuts = [place.get(stage.first_op, -1) for stage in near.stages[1:]]
+        if again is not None and -1 not in cuts:
+            names = [rung.codec for rung in problem.forward], [rung.codec for rung in problem.backward]
+            codecs = [
+                (names[0].index(a.codec_forward), names[1].index(b.codec_backward))
+                for a, b in zip(near.stages, near.stages[1:], strict=False)
+                if a.codec_forward in names[0] and b.codec_backward in names[1]
+            ]
+            if len(codecs) == len(cuts):
+                options.append(polish(problem, found(problem, order, cuts, codecs), moves=False))
+    return min(options, key=lambda option: option.value + _moving(made, option, near) / HORIZON)
+
+
+def _moving(made: Instance, option: Found, near: Plan) -> float:
+    """Seconds to bring each stage what its peer does not hold yet, all at once."""
+    problem, net = made.problem, made.problem.network
+    number = {name: i for i, name in enumerate(problem.names)}
+    points = np.asarray(made.points)
+    bounds = [0, *option.cuts, problem.borders - 1]
+    least = float(problem.state_bytes[0, 1]) if problem.borders < 3 else 0.0
+    longest = 0.0
+    for k, peer in enumerate(option.order):
+        seconds = 0.0
+        for stage in near.stages:
+            a, b = np.searchsorted(points, [stage.first_op, stage.end_op])
+            first, end = max(int(a), bounds[k]), min(int(b), bounds[k + 1])
+            source = number.get(stage.peer)
+            if first < end and source != peer:
+                rate = net.up.min() if source is None else float(net.rates(source, peer))
+                held = max(float(problem.state_bytes[first, end]) - float(problem.state_bytes.min()) - least, 0.0)
+                seconds += held / rate
+        longest = max(longest, seconds)
+    return longest
+
+
+def _as_plan(graph: OpGraph, made: Instance, best: Found, bound: float, epoch: int, stages: int | None) -> Plan:
+    problem, cost = made.problem, best.price
+    bounds = [made.points[b] for b in (0, *best.cuts, problem.borders - 1)]
+    ahead = [problem.forward[f].codec for f, _ in best.codecs] + ["identity"]
+    back = ["identity"] + [problem.backward[g].codec for _, g in best.codecs]
+    rows = tuple(
+        Stage(
+            peer=problem.names[peer],
+            first_op=bounds[k],
+            end_op=bounds[k + 1],
+            window=cost.windows[k],
+            compute_seconds=float(cost.compute[k]),
+            memory_bytes=int(cost.memory_bytes[k]),
+            codec_forward=ahead[k],
+            codec_backward=back[k],
+            recompute=cost.recompute[k],
+        )
+        for k, peer in enumerate(best.order)
+    )
+    used = set(best.order)
+    return Plan(
+        graph_hash=graph_hash(graph),
+        schedule=cast(Literal["gpipe", "1f1b"], problem.schedule),
+        microbatches=problem.microbatches,
+        stages=rows,
+        epoch=epoch,
+        step_seconds=float(cost.step_seconds),
+        period_seconds=float(cost.period_seconds),
+        lower_bound_seconds=float(min(bound, cost.step_seconds)),
+        benched=tuple(name for i, name in enumerate(problem.names) if i not in used),
+        notes=tuple(explain(problem, best, bound, stages)),
+    )

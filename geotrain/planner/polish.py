@@ -1,0 +1,53 @@
+"""Small changes to a finished plan, each at its exact price. Pure."""
+
+from collections.abc import Iterator
+
+from .exact import Found, found
+from .problem import Problem
+
+MOST_PRICES = 2000
+
+
+def polish(problem: Problem, best: Found, moves: bool = True) -> Found:
+    """Other codecs at one boundary, a cut one border on and, where values jump over stages (which the searches only
+    estimate), other orders: until none of them helps. Without `moves` only codecs change."""
+    left = MOST_PRICES
+    better = True
+    while better and left > 0:
+        better = False
+        for order, cuts, codecs in _changes(problem, best, moves):
+            left -= 1
+            tried = found(problem, order, cuts, codecs)
+            if tried.value < best.value * (1 - 1e-9):
+                best, better = tried, True
+                break
+            if left <= 0:
+                break
+    return best
+
+
+def _changes(
+    problem: Problem, best: Found, moves: bool
+) -> Iterator[tuple[list[int], list[int], list[tuple[int, int]]]]:
+    order, cuts, codecs = list(best.order), list(best.cuts), list(best.codecs)
+    for k in range(len(cuts)):
+        for f, g in problem.pairs:
+            if (int(f), int(g)) != codecs[k]:
+                yield order, cuts, [*codecs[:k], (int(f), int(g)), *codecs[k + 1 :]]
+    if not moves:
+        return
+    if len(problem.pairs) > 1 or problem.routes:
+        bounds = [0, *cuts, problem.borders - 1]
+        for k in range(len(cuts)):
+            for to in (cuts[k] - 1, cuts[k] + 1):
+                if bounds[k] < to < bounds[k + 2]:
+                    yield order, [*cuts[:k], to, *cuts[k + 1 :]], codecs
+    if problem.routes:
+        for a in range(len(order)):
+            for b in range(a + 1, len(order)):
+                swapped = list(order)
+                swapped[a], swapped[b] = swapped[b], swapped[a]
+                yield swapped, cuts, codecs
+        for a in (0, len(order) - 1):
+            for peer in set(range(problem.size)) - set(order):
+                yield [*order[:a], peer, *order[a + 1 :]], cuts, codecs
