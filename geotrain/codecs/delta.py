@@ -99,7 +99,7 @@ def _known(shape: torch.Size, state: State, message: Message) -> torch.Tensor:
 
 
 def _before(state: State, message: Message, known: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
-    rows = [state[str(message.rows[i])] for i in known.nonzero().view(-1).tolist()]
+    rows = [state[str(row)] for i, row in enumerate(message.rows) if known[i]]
     return torch.stack(rows).to(device).float() if rows else torch.empty(0, size, device=device)
 
 

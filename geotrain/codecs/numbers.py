@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Rows of small whole numbers, each by the table that suits it best, entropy-coded. Pure.
 
     kinds    u8 for each row: 255, all zeros; 40 + 4 (k - 1) + j, values of k >= 1 low bits sent as they are and the
@@ -47,7 +48,7 @@ def write(values: Array, bins: Array | None = None) -> bytes:
         data = rans.encode(symbols[coded].reshape(-1), which, _tables())
     parts = [kinds.tobytes(), len(data).to_bytes(4, "little"), data, far.astype("<i4").tobytes()]
     for row in np.flatnonzero(coded & (low > 0)):
-        bits = (values[row][:, None] >> np.arange(low[row])) & 1
+        bits: Array = (values[row][:, None] >> np.arange(low[row])) & 1
         parts.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
     return b"".join(parts)
 
@@ -99,14 +100,15 @@ def _choose(values: Array, bins: Array | None, low: Array) -> Array:
     else:
         symbols = (values[:, ::every] >> low[:, None]).astype(np.int64) + ZERO_SYMBOL
         symbols[(symbols < 0) | (symbols >= _SYMBOLS)] = 0
-        at = symbols + (np.arange(rows) * (BINS * _SYMBOLS))[:, None]
+        at: Array = symbols + (np.arange(rows) * (BINS * _SYMBOLS))[:, None]
         if bins is not None:
             at += bins[:, ::every] * (np.where(low > 0, 0, _SYMBOLS))[:, None]
         count += np.bincount(at.reshape(-1), minlength=count.size).reshape(count.shape)
     # in whole numbers, so that all machines choose the same
     bits = count.reshape(rows, -1).astype(np.float64) @ _costs()
     last = np.argmin(bits[:, _WIDE : _WIDE + 4], 1)
-    return np.where(low > 0, _TABLES + 4 * (low - 1) + last, np.argmin(bits, 1)).astype(np.uint8)
+    kinds: Array = np.where(low > 0, _TABLES + 4 * (low - 1) + last, np.argmin(bits, 1))
+    return kinds.astype(np.uint8)
 
 
 def _symbols(values: Array, low: Array, reach: Array) -> tuple[Array, Array]:
@@ -143,14 +145,14 @@ def _distributions() -> Array:
         s = (1.0, 1.4142135)[(t // 2 + 1) % 2] * 2.0 ** ((t // 2 + 1) // 2 - 7)
         shapes = [((0.5, 3), (1.0, 4), (2.0, 1)), ((1.0, 8),)][t % 2 == 0]
         for b in range(BINS):
-            rows.append(sum(probabilities(s * wide, b) * weight for wide, weight in shapes) / 8)
+            rows.append(np.sum([probabilities(s * wide, b) * weight for wide, weight in shapes], 0) / 8)
     return np.stack(rows).reshape(_TABLES, BINS, _SYMBOLS)
 
 
 @lru_cache(maxsize=1)
 def _reaches() -> Array:
     """(tables,): the largest value that has a chance of 2**-13 or more; larger ones are `far`."""
-    likely = (_distributions() >= 2.0**-13).any(1)[:, 1:-1]
+    likely: Array = np.any(_distributions() >= 2.0**-13, 1)[:, 1:-1]
     return np.where(likely, np.abs(np.arange(1 - ZERO_SYMBOL, ZERO_SYMBOL)), 0).max(1)
 
 

@@ -84,7 +84,7 @@ class Pack:
             if body.nbytes - used != size:
                 raise RemoteProtocolError(f"{body.nbytes - used} bytes came for elements of {size} bytes")
             values = as_bytes(body[used:], torch.device("cpu")).clone().view(dtype).view(len(places), width)
-        x[torch.from_numpy(places)] = values
+        x[torch.as_tensor(places)] = values
         return unpack(x.view(-1).to(device), spec), state
 
     def size_bytes(self, spec: TensorSpec) -> int:
@@ -149,7 +149,7 @@ class Rows:
             raise RemoteProtocolError("a message of rows has another length")
         rows, _ = self.inner.decode(rest, part, device, self.inner.init(part), message)
         x = torch.zeros(spec.packed.numel // width, width, dtype=to_dtype(spec.dtype), device=device)
-        x[torch.from_numpy(places).to(device)] = rows
+        x[torch.as_tensor(places).to(device)] = rows
         return unpack(x.view(-1), spec), state
 
     def size_bytes(self, spec: TensorSpec) -> int:
@@ -176,7 +176,7 @@ def _from_range(body: memoryview, spec: TensorSpec) -> torch.Tensor:
     whole = np.zeros((numel, 8), np.uint8)
     whole[:, :width] = np.frombuffer(body[9:], np.uint8).reshape(width, numel).T
     least = int.from_bytes(body[:8], "little", signed=True)
-    return (torch.from_numpy(whole.view("<i8").reshape(-1)) + least).to(to_dtype(spec.dtype))
+    return (torch.as_tensor(whole.view("<i8").reshape(-1)) + least).to(to_dtype(spec.dtype))
 
 
 def _row(spec: TensorSpec) -> int:

@@ -86,13 +86,13 @@ class TopK(Lossy):
             if len(places) != count or rest.nbytes != size:
                 raise RemoteProtocolError("a message of kept elements has another length")
             if self.kind == "topkb":
-                values = widened(torch.from_numpy(np.frombuffer(rest, "<i2").copy())).numpy()
+                values = widened(torch.as_tensor(np.frombuffer(rest, "<i2").copy())).numpy()
             else:
                 ends = np.frombuffer(bytes(body[:4]) + bytes(rest[:4]), "<f4")
                 codes = np.frombuffer(rest[4:], np.uint8)
                 values = _values(np.stack([codes & 15, codes >> 4], 1).reshape(-1)[:count], ends)
         x = torch.zeros(numel, device=device)
-        x[torch.from_numpy(places.astype(np.int64)).to(device)] = torch.from_numpy(values.astype("f4")).to(device)
+        x[torch.as_tensor(places.astype(np.int64)).to(device)] = torch.as_tensor(values.astype("f4")).to(device)
         return x, state
 
     def coded_bytes(self, spec: TensorSpec) -> int:
@@ -153,7 +153,7 @@ def _nibbles(codes: _Array) -> bytes:
 
 
 TOPK = (
-    *(TopK(kind=kind, percent=percent) for kind in ("topk", "topke") for percent in (1, 5, 10)),
-    TopK(kind="topkb", percent=10),
+    *(TopK(kind="topk", percent=percent) for percent in (1, 10)),
+    *(TopK(kind=kind, percent=10) for kind in ("topkb", "topke")),
     *(TopK(kind="adatopk", percent=percent) for percent in (1, 5, 10)),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geotrain.base import FrameKey
+from geotrain.base import Direction, FrameKey
 from geotrain.codecs import State, get_codec, message_key
 from geotrain.codecs.base import Message
 from geotrain.graph.serial import tensor_spec
@@ -24,7 +24,7 @@ class Way:
     codec: str
     seed: int
     value: str
-    direction: str
+    direction: Direction
     sender: State | None = None
     receiver: State | None = None
     nbytes: int = 0
