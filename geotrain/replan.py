@@ -220,7 +220,7 @@ def decide(
         steps_left: of the run.
         copy_s: to move the state (`copy_seconds`); 0 for codecs and windows.
         border_s: that the run stands still at the step border, whatever moves.
-        background: the copy is made while the run goes on.
+        background: the copy is made while the run goes on, and the steps that it takes gain nothing.
         because: what made us ask, for the reason.
 
     >>> from geotrain.base import Stage
@@ -228,7 +228,7 @@ def decide(
     >>> b = Plan("", "1f1b", 4, (Stage("anna", 0, 7, 2), Stage("ben", 7, 9, 1)))
     >>> decide(a, b, now_s=2.0, proposed_s=1.5, steps_left=500, copy_s=20.0)
     Switch(change='layers', reason='2 s a step, 1.5 s after the change, which costs 2 s')
-    >>> decide(a, b, now_s=2.0, proposed_s=1.5, steps_left=3, copy_s=20.0)
+    >>> decide(a, b, now_s=2.0, proposed_s=1.5, steps_left=13, copy_s=20.0)
     Keep(reason='the change costs 2 s and saves 1.5 s in 3 steps')
     >>> decide(a, b, now_s=2.0, proposed_s=1.99, steps_left=500)
     Keep(reason='no plan is faster than this one by 3%')
@@ -238,7 +238,8 @@ def decide(
     if kind == "nothing" or gain_s < LEAST_GAIN * now_s:
         return Keep(f"no plan is faster than this one by {LEAST_GAIN:.0%}")
     stall_s = 0.0 if kind == "codecs" else border_s + copy_s * (BACKGROUND if background else 1.0)
-    steps = min(horizon, steps_left)
+    copied = int(copy_s / now_s) if background and kind == "layers" else 0
+    steps = max(0, min(horizon, steps_left - copied))
     if gain_s * steps <= stall_s:
         return Keep(f"the change costs {duration(stall_s)} and saves {duration(gain_s * steps)} in {steps} steps")
     cost = f", which costs {duration(stall_s)}" if stall_s else ""

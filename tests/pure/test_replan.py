@@ -136,7 +136,8 @@ def test_a_switch_always_pays_within_the_horizon(now_s, proposed_s, left, copy_s
         border_s=0.5, background=background,
     )  # fmt: skip
     stall_s = 0.5 + copy_s * (0.1 if background else 1.0)
-    pays = (now_s - proposed_s) * min(30, left) > stall_s and now_s - proposed_s >= 0.03 * now_s
+    steps = max(0, min(30, left - (int(copy_s / now_s) if background else 0)))
+    pays = (now_s - proposed_s) * steps > stall_s and now_s - proposed_s >= 0.03 * now_s
     assert isinstance(verdict, Switch if pays else Keep)
 
 
