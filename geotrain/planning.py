@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .base import Link, LinkUse, Peer, Plan
 from .blocks import CostModel
+from .codecs.ladder import BACKWARD, FORWARD, RAW
 from .config import JobConfig, load_job
 from .coordinate import read_plan
 from .disk import write_atomic
@@ -194,9 +195,18 @@ def measured(run: Path) -> tuple[list[Peer], list[Link], float | None]:
 def answered(question: Question, given: Plan | None = None) -> Answer:
     """A plan for it (or the `given` one, checked), played through. Raises `PlanError`."""
     start = time.monotonic()
-    layout = lay_out(question.job, question.graph, question.peers, 1, given, question.links)
+    layout = lay_out(
+        question.job, question.graph, question.peers, 1, given, question.links, forward=FORWARD, backward=BACKWARD
+    )
     planning_s = time.monotonic() - start
-    load = workload(layout.plan, layout.stages, CostModel(question.graph, {}, {}), question.peers, _with_ends(question))
+    seconds = {
+        rung.codec: (rung.encode_seconds_per_element / RAW.bytes_per_element,
+                     rung.decode_seconds_per_element / RAW.bytes_per_element)
+        for rung in (*FORWARD, *BACKWARD)
+    }  # fmt: skip
+    load = workload(
+        layout.plan, layout.stages, CostModel(question.graph), question.peers, _with_ends(question), seconds
+    )
     return Answer(layout, simulate(load), planning_s)
 
 
@@ -264,9 +274,6 @@ def show(console: Console, question: Question, answer: Answer) -> None:
         console.print(row)
     console.print(f"\na step: {duration(plan.step_seconds)}, predicted; played through: {duration(step.step_seconds)}")
     console.print(f"bottleneck: {step.why}")
-    if plan.lower_bound_seconds > 0:
-        over, bound = plan.step_seconds / plan.lower_bound_seconds, duration(plan.lower_bound_seconds)
-        console.print(f"no plan is faster than {bound}: this one takes {over:.3f} times as long")
     if question.measured_s is not None:
         console.print(f"measured in the run: {duration(question.measured_s)} a step")
     used = sorted((load for load in step.loads if load.nbytes), key=lambda load: -load.busy_s)
@@ -323,22 +330,27 @@ def picture(step: Timeline) -> str:
 
 
 def _compare(console: Console, question: Question, answer: Answer) -> None:
-    """Against simpler ways to plan, by the planner's own model, without codecs."""
+    """Against simpler ways to plan, by the planner's own model, with the same codecs."""
     train, count = question.job.train, len(question.peers)
     if count > _MOST_COMPARED:
         return
     given = instance(
         question.graph, question.peers, borders(question.graph, count, _BORDERS), microbatches=train.microbatches,
         schedule=question.job.pipeline.schedule, optimizer=train.optimizer, momentum=train.momentum,
-        links=question.links,
+        links=question.links, forward=FORWARD, backward=BACKWARD,
+        max_loss_increase=question.job.compression.max_loss_increase,
     )  # fmt: skip
-    console.print("simpler plans with all of these peers, nothing compressed:")
+    table = Table(
+        "simpler plans with all of these peers", "equal cuts", "proportional", "exact", box=None, pad_edge=False
+    )
+    rows: dict[str, list[str]] = {}
     for name, other in baselines(given.problem).items():
-        if other is None:
-            console.print(f"  {name}: does not fit")
-        else:
-            step_s = other.price.step_seconds
-            console.print(f"  {name}: {duration(step_s)} a step, {step_s / answer.plan.step_seconds:.2f} times as long")
+        step_s = other.price.step_seconds if other else None
+        times = f"{step_s / answer.plan.step_seconds:.2f} times" if step_s else ""
+        rows.setdefault(name.partition(",")[0], []).append(f"{duration(step_s)}, {times}" if step_s else "does not fit")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print(table)
 
 
 def _differences(console: Console, question: Question, before: Answer, after: Answer) -> None:
