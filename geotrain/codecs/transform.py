@@ -151,7 +151,7 @@ class Transform(Lossy):
         if u is not None and not kernels(device):
             shift = torch.as_tensor(u).to(device).view(rank, rows)
             v = torch.where(shift < 0, -v, v) - shift
-        return ((v.T @ (turn[:, :rank].T * float(step))) * scale).reshape(-1), state
+        return (_times(v.T, turn[:, :rank].T * float(step)) * scale).reshape(-1), state
 
     def coded_bytes(self, spec: TensorSpec) -> int:
         numel, width = spec.packed.numel, _width(spec)
@@ -168,8 +168,8 @@ class Transform(Lossy):
     ) -> tuple[torch.Tensor | None, float]:
         """(axes, rows), and the step that gives the error; None if these axes cannot."""
         if self.unbiased:
-            return turn.T @ rows.T, step
-        coefficients = turn[:, :rank].T @ rows.T
+            return _times(turn.T, rows.T), step
+        coefficients = _times(turn[:, :rank].T, rows.T)
         variance = coefficients.square().mean(1).double().cpu().numpy() / rows.shape[1]
         outside = max(total - float(variance.sum()), 0.0)
         if not final and outside > 0.5 * self.error * total:
@@ -196,7 +196,7 @@ class Transform(Lossy):
         width = rows.shape[1]
         sample = rows[:: max(len(rows) // (4 * width), 1)]
         linalg: Any = torch.linalg  # it has no types
-        variance, axes = linalg.eigh((sample.T @ sample / len(sample)).double())
+        variance, axes = linalg.eigh((_times(sample.T, sample) / len(sample)).double())
         variance, axes = variance.flip(0).clamp_min(0).cpu().numpy(), axes.flip(1).T.cpu().numpy()
         least = step**2 / 12 * (0.25 if self.unbiased else 0.5)
         rank = max(int((variance > least).sum()), 1)
@@ -221,6 +221,12 @@ def _completed(codes: _Array, fine: _Array) -> torch.Tensor:
     """(d, d) float32, columns orthonormal; the first r span what (r, d) codes * 2**-fine do."""
     axes = codes * np.exp2(-fine.astype(np.float64))[:, None]
     return torch.as_tensor(np.linalg.qr(axes.T, mode="complete").Q.astype(np.float32))
+
+
+def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, in float32 where a caller's autocast would have it in bfloat16."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _sizes(rows: torch.Tensor) -> tuple[_Array, torch.Tensor]:

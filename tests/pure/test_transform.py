@@ -122,3 +122,11 @@ def test_golden_payloads_are_read(
     expected = reference_transform.transform(data, (40, 48), kind.split("-")[0], KEY)
     np.testing.assert_allclose(y.numpy().reshape(-1), expected, atol=1e-4)
     assert (y - x).square().sum() / x.square().sum() < 2 * codec.error  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_autocast_changes_nothing() -> None:
+    x = tokens(128, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = cross("tcu-001", [x])
+    outside = cross("tcu-001", [x])
+    assert inside[1] == outside[1] and torch.equal(inside[0][0], outside[0][0])
