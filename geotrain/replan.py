@@ -187,6 +187,24 @@ def copy_seconds(
     return longest
 
 
+def balance(
+    now_s: float, proposed_s: float, steps: int, copy_s: float, border_s: float = 0.0, background: bool = True
+) -> tuple[float, float]:
+    """What going over to another plan saves in the next `steps` steps, and what it costs: (seconds, seconds). Of
+    several plans, that with the largest difference is best. Steps that pass while state is copied in the background
+    save nothing.
+
+    >>> balance(2.0, 1.0, 30, copy_s=20.0)  # 10 steps pass meanwhile
+    (20.0, 2.0)
+    >>> balance(2.0, 1.0, 30, copy_s=20.0, background=False)
+    (30.0, 20.0)
+    """
+    if not background:
+        return (now_s - proposed_s) * steps, border_s + copy_s
+    copied = min(float(steps), copy_s / now_s)
+    return (now_s - proposed_s) * (steps - copied), border_s + BACKGROUND * copied * now_s
+
+
 @dataclass(frozen=True, slots=True)
 class Keep:
     reason: str
@@ -220,7 +238,8 @@ def decide(
         steps_left: of the run.
         copy_s: to move the state (`copy_seconds`); 0 for codecs and windows.
         border_s: that the run stands still at the step border, whatever moves.
-        background: the copy is made while the run goes on, and the steps that it takes gain nothing.
+        background: the copy is made while the run goes on.
+        horizon: how many steps things are likely to stay as they are.
         because: what made us ask, for the reason.
 
     >>> from geotrain.base import Stage
@@ -229,7 +248,7 @@ def decide(
     >>> decide(a, b, now_s=2.0, proposed_s=1.5, steps_left=500, copy_s=20.0)
     Switch(change='layers', reason='2 s a step, 1.5 s after the change, which costs 2 s')
     >>> decide(a, b, now_s=2.0, proposed_s=1.5, steps_left=13, copy_s=20.0)
-    Keep(reason='the change costs 2 s and saves 1.5 s in 3 steps')
+    Keep(reason='the change costs 2 s and saves 1.5 s in 13 steps')
     >>> decide(a, b, now_s=2.0, proposed_s=1.99, steps_left=500)
     Keep(reason='no plan is faster than this one by 3%')
     """
@@ -237,11 +256,11 @@ def decide(
     gain_s = now_s - proposed_s
     if kind == "nothing" or gain_s < LEAST_GAIN * now_s:
         return Keep(f"no plan is faster than this one by {LEAST_GAIN:.0%}")
-    stall_s = 0.0 if kind == "codecs" else border_s + copy_s * (BACKGROUND if background else 1.0)
-    copied = int(copy_s / now_s) if background and kind == "layers" else 0
-    steps = max(0, min(horizon, steps_left - copied))
-    if gain_s * steps <= stall_s:
-        return Keep(f"the change costs {duration(stall_s)} and saves {duration(gain_s * steps)} in {steps} steps")
+    steps = min(horizon, steps_left)
+    moving = kind != "codecs"
+    saved_s, stall_s = balance(now_s, proposed_s, steps, copy_s * moving, border_s * moving, background)
+    if saved_s <= stall_s:
+        return Keep(f"the change costs {duration(stall_s)} and saves {duration(saved_s)} in {steps} steps")
     cost = f", which costs {duration(stall_s)}" if stall_s else ""
     reason = f"{duration(now_s)} a step, {duration(proposed_s)} after the change{cost}"
     return Switch(kind, "; ".join([*map(str, because), reason]))

@@ -140,6 +140,7 @@ class Ours:
 
     def __init__(self, world: World, background: bool) -> None:
         self.world, self.background = world, background
+        self.horizon = 2 * replan.HORIZON if background else replan.HORIZON
         self.random = np.random.default_rng(world.seed + 1000)
         self.book, self.outcome, self.now_s = LinkBook(), Outcome(), 0.0
         first = world.problems[0]
@@ -168,6 +169,10 @@ class Ours:
             figures = self._see(problem, seconds, number)
             self.watch, deviations = replan.observe(self.watch, figures)
             self.because += deviations
+            if deviations and self.coming is not None:
+                question = self.believed()
+                if step_s(question, self.coming[0]) > step_s(question, self.plan) * (1 - replan.LEAST_GAIN):
+                    self.coming = None
             if self.coming is None and (self.because or (number + 1) % CHECK_EVERY == 0):
                 self._ask(problem, STEPS - 1 - number, self.because)
                 self.because = []
@@ -237,22 +242,25 @@ class Ours:
     def _ask(self, problem: Problem, left: int, because: Sequence[replan.Deviation]) -> None:
         """A plan from scratch and the best cuts for the same peers; the links that a plan would use are tried first."""
         self.outcome.asked += 1
-        part = replan.BACKGROUND if self.background else 1.0
+        steps = min(self.horizon, left)
 
-        def cost_s(option: Found) -> float:
-            return step_s(question, option) + part * self._copy_s(question, option) / replan.HORIZON
+        def gain_s(option: Found) -> float:
+            copy_s = self._copy_s(question, option)
+            here, there = step_s(question, self.plan), step_s(question, option)
+            saved_s, stall_s = replan.balance(here, there, steps, copy_s, background=self.background)
+            return saved_s - stall_s
 
         for _ in range(LOOKS):
             question = self.believed()
             found = [best(question, self.plan.order), along(question, self.plan.order)]
-            proposed = min((option for option in found if option is not None), key=cost_s)
+            proposed = max((option for option in found if option is not None), key=gain_s)
             if not self._probe(problem, self._edges(proposed.order)):
                 break
         question = self.believed()
         verdict = replan.decide(
             as_plan(question, self.plan), as_plan(question, proposed), now_s=step_s(question, self.plan),
             proposed_s=step_s(question, proposed), steps_left=left, copy_s=self._copy_s(question, proposed),
-            background=self.background, because=because,
+            background=self.background, horizon=self.horizon, because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Keep):
             return

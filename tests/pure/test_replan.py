@@ -135,9 +135,10 @@ def test_a_switch_always_pays_within_the_horizon(now_s, proposed_s, left, copy_s
         plan(10, 20), plan(11, 20), now_s=now_s, proposed_s=proposed_s, steps_left=left, copy_s=copy_s,
         border_s=0.5, background=background,
     )  # fmt: skip
-    stall_s = 0.5 + copy_s * (0.1 if background else 1.0)
-    steps = max(0, min(30, left - (int(copy_s / now_s) if background else 0)))
-    pays = (now_s - proposed_s) * steps > stall_s and now_s - proposed_s >= 0.03 * now_s
+    steps = min(30, left)
+    copied = min(steps, copy_s / now_s) if background else 0
+    stall_s = 0.5 + (0.1 * copied * now_s if background else copy_s)
+    pays = (now_s - proposed_s) * (steps - copied) > stall_s and now_s - proposed_s >= 0.03 * now_s
     assert isinstance(verdict, Switch if pays else Keep)
 
 
