@@ -65,7 +65,7 @@ def allocate_from_one_heap() -> None:
     """Makes glibc keep one heap for all threads; elsewhere nothing. The compute thread's own would be made of pieces of
     64 MiB, which tensors of some 10 MiB fill badly: a GPT's stage held up to 1.5 times its tensors, with one heap
     1.2 times."""
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 

@@ -1,6 +1,6 @@
 """Plans: who runs which ops. `plan` makes one, `check` refuses a bad one. Pure."""
 
-from .check import check
+from .check import check, weighed
 from .make import plan
 
-__all__ = ["check", "plan"]
+__all__ = ["check", "plan", "weighed"]

@@ -1,6 +1,7 @@
 """Refuses a plan that would not run, with a reason a person understands. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..base import Peer, Plan
 from ..codecs import get_codec
@@ -8,7 +9,7 @@ from ..cost import CostTable
 from ..errors import PlanError
 from ..graph import OpGraph, cut, graph_hash, stage_edges
 from ..schedule import build, validate
-from .memory import GIB, RUNTIME_BYTES
+from .memory import stage_memory, usable_bytes, ways_out
 
 
 def check(
@@ -35,7 +36,7 @@ def check(
     actions = build(plan.schedule, len(plan.stages), plan.microbatches, windows)
     forward, backward = stage_edges(cut(graph, [stage.first_op for stage in plan.stages[1:]]))
     validate(actions, len(plan.stages), plan.microbatches, forward, backward, windows)
-    _check_memory(plan, graph, peers, optimizer, momentum)
+    _check_memory(weighed(plan, graph, optimizer=optimizer, momentum=momentum), peers)
 
 
 def _check_peers(plan: Plan, known: set[str]) -> None:
@@ -78,14 +79,21 @@ def _check_ops(plan: Plan, num_ops: int) -> None:
         raise PlanError(f"the last stage ends at op {reached}, and the graph has {num_ops} ops")
 
 
-def _check_memory(plan: Plan, graph: OpGraph, peers: Sequence[Peer], optimizer: str, momentum: float) -> None:
-    allowed = {peer.name: peer.memory_bytes for peer in peers}
+def weighed(plan: Plan, graph: OpGraph, *, optimizer: str = "adamw", momentum: float = 0.0) -> Plan:
+    """The plan with the `memory_bytes` that its windows, codecs and recompute make of each stage."""
     table = CostTable(graph, [0, *(stage.end_op for stage in plan.stages)], optimizer, momentum)
+    lossy = any(not get_codec(c).lossless for s in plan.stages for c in (s.codec_forward, s.codec_backward))
+    memory = stage_memory(table, plan.microbatches, lossy=lossy)
+    stages = [
+        replace(stage, memory_bytes=int(memory.peak(min(stage.window, plan.microbatches), stage.recompute)[s, s + 1]))
+        for s, stage in enumerate(plan.stages)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+def _check_memory(plan: Plan, peers: Sequence[Peer]) -> None:
+    allowed = {peer.name: usable_bytes(peer) for peer in peers}
     for s, stage in enumerate(plan.stages):
-        live = min(stage.window, plan.microbatches)
-        needed = table.stage(s, s + 1).memory_bytes(live) + RUNTIME_BYTES
-        if needed > allowed[stage.peer]:
-            raise PlanError(
-                f"stage {s} on {stage.peer} needs {needed / GIB:.2f} GiB with {live} live microbatches "
-                f"and may use {allowed[stage.peer] / GIB:.2f} GiB; give it fewer ops or more memory"
-            )
+        needed, limit, live = stage.memory_bytes, allowed[stage.peer], min(stage.window, plan.microbatches)
+        if needed > limit:
+            raise PlanError(f"stage {s} on {ways_out(stage.peer, needed, limit, live, stage.recompute)}")

@@ -70,8 +70,8 @@ def usable_bytes(peer: Peer) -> float:
 
 def ways_out(peer: str, needed: float, limit: float, live: int, recompute: bool) -> str:
     """The end of a sentence about a stage that does not fit: figures, and what to do. `limit` is `usable_bytes`."""
-    again = "" if recompute else ", or recompute activations"
+    third = "give it more memory (its activations are recomputed already)" if recompute else "recompute activations"
     return (
         f"{peer} needs {needed / GIB:.2f} GiB with {live} live microbatches and may use {limit / GIB:.2f} GiB "
-        f"({USABLE:.0%} of its memory); let more peers join, make the microbatch smaller{again}"
+        f"({USABLE:.0%} of its memory); let more peers join, make the microbatch smaller, or {third}"
     )
