@@ -30,8 +30,10 @@ BENCHMARKS = {
     "codecs": "bytes, error and speed of every codec",
     "big-model": "memory of each process with a model of a billion parameters",
     "quality": "held-out loss against bytes on the links, from scratch, of a dozen pairs of codecs",
+    "outer-sync": "held-out loss against bits for each parameter, of replicas",
     "finetuning": "the same with pretrained weights, LoRA and all of them",
     "planning": "plans against simpler ones, by the planner's model",
+    "planning-real": "plans against simpler ones, on real peers",
     "replicas": "several pipelines in the world of DT-FM",
 }
 """Modules of this folder (with underscores) that have `benchmark(short: bool) -> list[Table]`, and what they tell."""

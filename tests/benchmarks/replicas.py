@@ -38,7 +38,8 @@ def benchmark(short: bool) -> list[Table]:
     columns = ("speeds", "steps between syncs", "DT-FM-like, s", "ours, s", "ours / theirs", "DT-FM cited, s",
                "pipelines of stages", "CPU seconds to plan")  # fmt: skip
     notes = [
-        f"64 peers in 10 regions drawn at random, {worlds} worlds, medians; {offspring} offspring (theirs: 4,900). {dtfm.LAYERS} layers of "
+        f"64 peers in 10 regions drawn at random, {worlds} worlds, medians; {offspring} offspring (theirs: 4,900). "
+        f"{dtfm.LAYERS} layers of "
         f"{dtfm.LAYER_SECONDS} s a sample on the slowest peer, {dtfm.ACTIVATION_BYTES / 1e6:.1f} MB over a border, "
         f"{dtfm.LAYER_GRADIENT_BYTES / 1e9:.2f} GB of gradients a layer, {dtfm.MICROBATCHES * dtfm.REPLICAS} samples a "
         "step; nothing is compressed. Both plans are costed by our model.",

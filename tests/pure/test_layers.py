@@ -22,7 +22,7 @@ LAYERS = [
     "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem", "planner.price", "planner.tables", "planner.exact", "planner.chain",
     "planner.bound", "planner.heuristic", "planner.polish", "planner.build", "planner.explain", "planner.make",
     "planner.baselines", "planner.replicas", "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire",
-    "meter", "admission", "protocol", "layout", "links", "replan", "scheduler", "identity", "events", "runstate", "control",
+    "meter", "admission", "protocol", "layout", "links", "replan", "identity", "events", "scheduler", "runstate", "control",
     "plots", "facts", "stage", "instruct",
     # shell
     "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache", "pretrained",
