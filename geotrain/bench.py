@@ -98,7 +98,7 @@ def codecs(
     *,
     samples: int = 8,
     tokens: int = 128,
-    channels: int = 1024,
+    channels: int = 512,
     dtype: str = "float32",
     rounds: int = 5,
     json_path: Path | None = None,

@@ -209,7 +209,7 @@ def codecs(
     names: Annotated[list[str] | None, typer.Argument(help="Which codecs; all, if none is named.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples in the tensor.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 128,
-    channels: Annotated[int, typer.Option(min=1, help="Channels of a token.")] = 1024,
+    channels: Annotated[int, typer.Option(min=1, help="Channels of a token.")] = 512,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
 ) -> None:

@@ -16,7 +16,7 @@ GIGABIT = 125e6
 
 
 def benchmark(short: bool) -> list[Table]:
-    tensors = messages(8, 128, 256 if short else 1024, "float32")
+    tensors = messages(8, 128, 256 if short else 512, "float32")
     rounds = 2 if short else 10
     rows = []
     for codec in CODECS.values():
