@@ -171,6 +171,12 @@ class Coordinator:
                 links = [replace(use, dst=name) for use in message.links]
                 self._scheduler.saw(links, self._state.survey_s, now_s, probe=True)
                 self._scheduler.measured(member.peer, member.kind, message.flops_per_s, message.times)
+            if isinstance(message, protocol.Tried) and message.epoch == self._state.epoch:
+                tried = self._scheduler.tried(message.trial)
+                if tried is not None:
+                    self._emit(tried)
+                if tried is not None and tried.cost > tried.budget:
+                    self._look_for_better(())
             if isinstance(message, protocol.Progress) and self._state.stage_of(name) is None:
                 now_s = time.monotonic()
                 self._scheduler.saw(
@@ -385,9 +391,13 @@ class Coordinator:
         linked = [name for name in self._linked if name in self._sessions]
         for probe in self._scheduler.probes(linked, now_s):
             self._sessions[probe.src].send(protocol.Probe(self._state.epoch, probe.dst, probe.nbytes))
-        if deviations and not self._considering and self._state.phase == "training":
+        if deviations:
+            self._look_for_better(deviations)
+
+    def _look_for_better(self, because: Sequence[Deviation]) -> None:
+        if not self._considering and self._state.phase == "training":
             self._considering = True
-            self._spawn(self._consider(deviations))
+            self._spawn(self._consider(because))
 
     async def _consider(self, deviations: Sequence[Deviation]) -> None:
         try:

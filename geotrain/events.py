@@ -49,6 +49,18 @@ class Considered:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """What the codecs did to a microbatch of step number `step`: `error` |g' - g|^2 / |g|^2 of its gradients,
+    `loss_change` of its loss; so they cost the fraction `cost` of extra steps, of the `budget`."""
+
+    step: int
+    error: float
+    loss_change: float
+    cost: float
+    budget: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Every stage has its weights; training starts (or goes on) at `step`."""
 
@@ -110,6 +122,6 @@ class Ended:
 
 
 RunEvent = (
-    PeerJoined | Waiting | Planned | Considered | Prepared | StepCommitted | Evaluated | Checkpointed | PeerProgress
+    PeerJoined | Waiting | Planned | Considered | Tried | Prepared | StepCommitted | Evaluated | Checkpointed | PeerProgress
     | PeerGone | Ended
 )  # fmt: skip

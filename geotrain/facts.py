@@ -69,6 +69,10 @@ class Recorder:
                 self._planned = event
                 if event.reason:
                     self._log.append(f"another plan after step {max(self._steps, default=0)}: {event.reason}")
+            case events.Tried(step, error, _, cost, budget):
+                self._log.append(
+                    f"codecs on trial at step {step}: gradient error {error:.2g}, {cost:.2%} more steps of {budget:.2%}"
+                )
             case events.Considered(step, reason):
                 self._log.append(f"the plan stays after step {step}: {reason}")
             case events.Prepared(epoch, step):
@@ -101,9 +105,11 @@ class Recorder:
                 link.nbytes += use.nbytes
                 link.timed_bytes += use.timed_bytes
                 link.busy_s += use.busy_s
-            for use in report.codecs if plan is not None else ():
+            if plan is None:
+                continue
+            for use in report.codecs:
                 self._encoded(report, use, plan)
-            if report.peer in self._peers and plan is not None:
+            if report.peer in self._peers:
                 peer = self._peers[report.peer]
                 peer.memory_used_bytes = max(peer.memory_used_bytes, report.memory_bytes)
                 for activity, seconds in account(report, event, plan).items():
@@ -145,7 +151,9 @@ class Recorder:
             "skipped_steps": [row.step for row in rows if row.skipped],
             "schedule": plan.schedule if plan else None,
             "microbatches": plan.microbatches if plan else 0,
-            "predicted_step_seconds": self._planned.predicted_s or self._planned.plan.step_seconds if self._planned else None,
+            "predicted_step_seconds": self._planned.predicted_s or self._planned.plan.step_seconds
+            if self._planned
+            else None,
             "bottleneck": self._planned.bottleneck if self._planned else "",
             "plan_notes": list(plan.notes) if plan else [],
             "stages": self._stage_facts(),

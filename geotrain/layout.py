@@ -1,14 +1,17 @@
 """A plan, and what each of its stages is told: its part of the graph, and its actions. Pure."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import planner, protocol, schedule
 from .base import Link, Peer, Plan
 from .blocks import CostModel
+from .codecs.ladder import RAW, Rung
 from .config import JobConfig
 from .errors import PlanError
 from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
+from .windows import fitted
+from .workload import workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,17 @@ def lay_out(
     given: Plan | None,
     links: Sequence[Link],
     costs: CostModel | None = None,
+    *,
+    forward: Sequence[Rung] = (RAW,),
+    backward: Sequence[Rung] = (RAW,),
+    near: Plan | None = None,
 ) -> Layout:
-    """Make a plan, or take the `given` one, and cut the graph by it. Raises `PlanError` if it would not run."""
+    """Make a plan, or take the `given` one, and cut the graph by it. Raises `PlanError` if it would not run.
+
+    Args:
+        forward, backward: the codecs to choose from, least compression first.
+        near: the plan that runs now.
+    """
     train = job.train
     if given is not None:
         plan = given.with_epoch(epoch)
@@ -58,10 +70,16 @@ def lay_out(
         plan = planner.plan(
             graph, peers, microbatches=train.microbatches, schedule=job.pipeline.schedule,
             optimizer=train.optimizer, momentum=train.momentum, links=links, epoch=epoch,
-            stages=None if wanted is None else min(wanted, len(peers)),
+            stages=None if wanted is None else min(wanted, len(peers)), forward=forward, backward=backward,
+            max_loss_increase=job.compression.max_loss_increase, near=near, costs=costs,
         )  # fmt: skip
     planner.check(plan, graph, peers, optimizer=train.optimizer, momentum=train.momentum)
     stages = tuple(cut(graph, [stage.first_op for stage in plan.stages[1:]]))
+    if given is None and plan.schedule == "1f1b":
+        step = workload(plan, stages, costs or CostModel(graph), peers, links)
+        best = fitted(step, [stage.window for stage in plan.stages])
+        plan = replace(plan, stages=tuple(replace(s, window=w) for s, w in zip(plan.stages, best, strict=True)))
+    plan = planner.weighed(plan, graph, optimizer=train.optimizer, momentum=train.momentum)
     windows = [stage.window for stage in plan.stages]
     actions = schedule.build(plan.schedule, len(stages), plan.microbatches, windows)
     words = tuple(tuple(str(action) for action in of_stage) for of_stage in actions)

@@ -295,6 +295,9 @@ class PlainView:
                 return f"{name} joined: {speed} at duty {duty:.0%}, {size(memory_bytes)} of memory"
             case events.Waiting() | events.PeerGone() | events.Checkpointed() | events.Ended():
                 return status.message
+            case events.Tried(_, error, change, cost, budget):
+                words = f"gradient error {error:.2g}, loss {change:+.4f}"
+                return f"codecs on trial: {words}; they cost {cost:.2%} more steps and may cost {budget:.2%}"
             case events.Considered(_, reason):
                 return f"the plan stays: {reason}"
             case events.Planned(plan, stage_ops, stage_blocks, parameters, reason):

@@ -25,6 +25,7 @@ from .admission import Admission, expectations, moved
 from .base import COORDINATOR, ONCE, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
 from .cache import TensorCache, fetch_tensors
 from .channel import Dialled
+from .codecs import warm_up
 from .coding import Codecs, Decoder, Encoder, absent, raw_frame
 from .config import PeerConfig, TrainConfig
 from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError
@@ -216,7 +217,7 @@ class PeerProcess:
 
     def use_codecs(self, codecs: Codecs) -> None:
         if self._coding is not None:
-            self._coding.encoder.codecs = codecs
+            self._coding.use(codecs)
 
     def fetch(
         self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]
@@ -367,6 +368,11 @@ class _Coding:
             concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name, initializer=start)
             for name in ("encode", "decode")
         )
+        self.use(codecs)
+
+    def use(self, codecs: Codecs) -> None:
+        self._run(self._encoding, lambda: warm_up((codecs.forward, codecs.backward)))
+        self.encoder.codecs = codecs
 
     def encode(self, key: FrameKey, tensor: Tensor | None, then: Callable[[Frame], object]) -> None:
         if tensor is None:

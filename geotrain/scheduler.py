@@ -7,11 +7,13 @@ is asked again, with the figures of today; the run goes over to another plan whe
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from statistics import median
 
 from . import events, replan
-from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport
+from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
+from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung
 from .config import JobConfig
 from .cost import stage_cost
 from .errors import PlanError
@@ -26,6 +28,10 @@ _RECENT = 5
 
 _PROBE_EVERY_S = 5.0
 
+SENSITIVITY = 0.1
+"""Extra steps for each unit of a microbatch gradient's relative squared error. Errors of different microbatches are
+independent, and a step's mean has less of them than a gradient has noise of its own."""
+
 Known = Sequence[tuple[Peer, str]]
 """Peers, as they introduced themselves, and the kind of each."""
 
@@ -39,6 +45,8 @@ class Question:
     costs: CostModel
     codec_seconds: Seconds
     commit_s: float
+    forward: tuple[Rung, ...]
+    backward: tuple[Rung, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,8 @@ class Scheduler:
         self._predicted: dict[str, float] = {}
         self._plan_peers: dict[str, Peer] = {}
         self._step_s = self._probed_s = 0.0
+        self._trials: dict[int, Trial] = {}
+        self._cost_factor = 1.0
 
     # What is seen.
 
@@ -85,6 +95,23 @@ class Scheduler:
         if flops_per_s > 0 and len(times) == len(found):
             by_signature = {block.signature: time for block, time in zip(found, times, strict=True)}
             self._profiles[kind] = Profile(flops_per_s, by_signature)
+
+    def tried(self, trial: Trial) -> events.Tried | None:
+        """What one stage says of a trial. When all have spoken: what the codecs do."""
+        if self._layout is None:
+            return None
+        self._trials = {n: t for n, t in self._trials.items() if t.step == trial.step} | {trial.stage: trial}
+        if len(self._trials) < len(self._layout.plan.stages):
+            return None
+        trials, self._trials = list(self._trials.values()), {}
+        raw = sum(t.raw for t in trials)
+        error = sum(t.difference for t in trials) / raw if raw > 0 else 0.0
+        losses = next((t.losses for t in trials if t.losses), (0.0, 0.0))
+        expected = plan_cost(self._layout.plan, FORWARD, BACKWARD)
+        if expected > 0:
+            self._cost_factor = max(1.0, SENSITIVITY * error / expected)
+        cost, budget = SENSITIVITY * error, self._job.compression.max_loss_increase
+        return events.Tried(trial.step, error, losses[1] - losses[0], cost, budget)
 
     def rested(self, name: str, flops_per_s: float) -> None:
         """What a peer without a stage can do now."""
@@ -156,19 +183,45 @@ class Scheduler:
         }
         commit_s = median(self._overheads) if self._overheads else 0.0
         links = tuple(self._book.links([peer.name for peer in peers], now_s))
-        return Question(peers, links, CostModel(self._graph, kinds, profiles), seconds, commit_s)
+        costs = CostModel(self._graph, kinds, profiles)
+        ladders = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
+        return Question(peers, links, costs, seconds, commit_s, *ladders)
 
-    def lay_out(self, question: Question, epoch: int, given: Plan | None = None) -> Layout:
-        """A plan (or the `given` one) and what its stages are told. Raises `PlanError` if there is none."""
-        return lay_out(self._job, self._graph, question.peers, epoch, given, question.links, question.costs)
+    def _ladder(self, rungs: Sequence[Rung], seconds: Seconds) -> tuple[Rung, ...]:
+        """What this job knows of codecs: their seconds as far as they were used, their costs as far as they were
+        tried. Without a loss budget there is nothing to choose."""
+        if self._job.compression.max_loss_increase == 0:
+            return (RAW,)
+        found: list[Rung] = []
+        for rung in rungs:
+            encode_s, decode_s = seconds.get(rung.codec, (0.0, 0.0))
+            found.append(
+                replace(
+                    rung, cost=rung.cost * self._cost_factor,
+                    encode_seconds_per_element=encode_s * RAW.bytes_per_element or rung.encode_seconds_per_element,
+                    decode_seconds_per_element=decode_s * RAW.bytes_per_element or rung.decode_seconds_per_element,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def lay_out(self, question: Question, epoch: int, given: Plan | None = None, near: Plan | None = None) -> Layout:
+        """A plan (or the `given` one) and what its stages are told; `near` is the plan that runs now. Raises
+        `PlanError` if there is none."""
+        return lay_out(
+            self._job, self._graph, question.peers, epoch, given, question.links, question.costs,
+            forward=question.forward, backward=question.backward, near=near,
+        )  # fmt: skip
 
     def better(self, question: Question, layout: Layout, steps_left: int, because: Sequence[replan.Deviation]) -> Found:
         """Whether another plan than that of `layout` is worth going over to."""
-        current = layout.plan
+        current, budget = layout.plan, self._job.compression.max_loss_increase
+        cost = plan_cost(current, question.forward, question.backward)
         try:
-            proposed = self.lay_out(question, current.epoch)
+            proposed = self.lay_out(question, current.epoch, near=current)
         except PlanError as error:
             return Found(None, f"no other plan: {error}")
+        if cost > budget * (1 + 1e-9):
+            return Found(proposed, f"the codecs cost {cost:.1%} more steps, and may cost {budget:.1%}")
         moves = replan.transfers(current, proposed.plan, self._state_bytes)
         up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
         down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
@@ -198,3 +251,11 @@ class Scheduler:
         train = self._job.train
         cost = stage_cost(self._graph, first_op, end_op, train.optimizer, train.momentum)
         return cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
+
+
+def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:
+    """The fraction of extra steps that all codecs of a plan cost together."""
+    costs = {"F": {r.codec: r.cost for r in forward}, "B": {r.codec: r.cost for r in backward}}
+    factors = [1 + costs["F"].get(stage.codec_forward, 0.0) for stage in plan.stages[:-1]]
+    factors += [1 + costs["B"].get(stage.codec_backward, 0.0) for stage in plan.stages[1:]]
+    return prod(factors) - 1

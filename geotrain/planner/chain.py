@@ -21,7 +21,7 @@ def along(
     if len(order) >= problem.borders:
         return known
     tables = Tables(problem.take(order))
-    most = max(1, min(6, int(200 / problem.borders)))
+    most = 6 if len(order) <= 8 else 3 if len(order) <= 14 else 2
 
     def sweep(period: float, limit: float, weight: float) -> tuple[float, Found] | None:
         return _sweep(problem, order, tables.at(period, weight, most), limit)

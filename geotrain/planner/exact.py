@@ -29,9 +29,8 @@ TOLERANCE = 1e-6
 LOSS_FACTORS = (1.0, 4.0, 16.0, 64.0)
 """A boundary's loss counts as so many times the seconds it costs, the next one where a plan is over the budget."""
 
-WORK = 6e9
-"""Elements that one sweep may touch: bounds how many pairs of codecs are told apart."""
-
+MOST_PAIRS = ((6, 8), (8, 5), (11, 3), (100, 2))
+"""Up to so many peers, so many pairs of codecs are told apart at once."""
 
 SweepAt = Callable[[float, float, float], "tuple[float, Found] | None"]
 """(period, limit, what a whole extra step counts for, in seconds) -> the least fill below the limit, and its plan."""
@@ -55,8 +54,11 @@ def found(problem: Problem, order: list[int], cuts: list[int], codecs: list[tupl
     return Found(tuple(order), tuple(cuts), tuple(codecs), price(problem, order, cuts, codecs))
 
 
-def exact(problem: Problem, known: Found | None = None, stages: int | None = None) -> Found | None:
-    """The best plan (with exactly so many `stages`), None if nothing fits. `known`: a plan, the better the faster."""
+def exact(
+    problem: Problem, known: Found | None = None, stages: int | None = None, tolerance: float = TOLERANCE
+) -> Found | None:
+    """The best plan (with exactly so many `stages`), None if nothing fits. `known`: a plan, the better the faster.
+    `tolerance`: what may be missing from the optimum."""
     best = known
     for single in range(problem.size):
         if stages in (None, 1):
@@ -68,7 +70,7 @@ def exact(problem: Problem, known: Found | None = None, stages: int | None = Non
     def sweep(period: float, limit: float, weight: float) -> tuple[float, Found] | None:
         return Sweep(tables, period, limit, weight, stages).best()
 
-    return over_periods(tables, sweep, best, TOLERANCE, 200)
+    return over_periods(tables, sweep, best, tolerance, 200)
 
 
 def over_periods(
@@ -123,9 +125,9 @@ class Sweep:
 
     def __init__(self, tables: Tables, period: float, limit: float, weight: float, stages: int | None) -> None:
         self.problem = tables.problem
-        n, b = self.problem.size, self.problem.borders
-        most = int(np.sqrt(WORK / (2.0**n * n)) / b * 2) + 1
-        self.at: AtPeriod = tables.at(period, weight, max(1, min(most, 12)))
+        n = self.problem.size
+        most = next(pairs for peers, pairs in MOST_PAIRS if n <= peers)
+        self.at: AtPeriod = tables.at(period, weight, most)
         self.limit, self.stages = limit, stages
         self.alone = self.problem.kind.max(initial=0) == 0
         self.layers: list[tuple[Ints, Floats]] = []
@@ -202,19 +204,17 @@ class Sweep:
         options = [option for option in (self.at.stages[i], self.at.again[i]) if option is not None]
         for seconds, rtt in options:
             for p in range(b - 1):
-                for pair in range(u):
-                    here = seconds[p, pair]
-                    ends = np.flatnonzero(np.isfinite(here).any(axis=1))
-                    if not len(ends):
-                        continue
-                    a, z = int(ends[0]), int(ends[-1]) + 1
-                    total = through[:, a:z] + here[None, a:z]
-                    longest = rtt[p, a:z]
-                    if (longest < self.limit).any():
-                        total = np.where(total <= longest[None, :, None], total, np.inf)
-                    np.minimum(made[:, p, pair], total.min(axis=(1, 2)), out=made[:, p, pair])
-                    if p == 0:
-                        break
+                here = seconds[p, : 1 if p == 0 else u]  # (U, ends, U)
+                ends = np.flatnonzero(np.isfinite(here).any(axis=(0, 2)))
+                if not len(ends):
+                    continue
+                a, z = int(ends[0]), int(ends[-1]) + 1
+                total = through[:, None, a:z] + here[None, :, a:z]
+                longest = rtt[p, a:z]
+                if (longest < self.limit).any():
+                    total = np.where(total <= longest[None, None, :, None], total, np.inf)
+                best = made[:, p, : len(here)]
+                np.minimum(best, total.min(axis=(2, 3)), out=best)
         made[made >= self.limit] = np.inf
         return made
 

@@ -20,7 +20,7 @@ from ..schedule import default_windows
 from .bound import lower_bound
 from .build import Instance, borders, check_peers, instance
 from .chain import along
-from .exact import EXACT_PEERS, Found, exact, found
+from .exact import EXACT_PEERS, TOLERANCE, Found, exact, found
 from .explain import explain, why_nothing_fits
 from .heuristic import search, useful
 from .polish import polish
@@ -100,7 +100,7 @@ def _best(problem: Problem, stages: int | None, deadline_s: float, seed: int, ne
     if problem.size <= EXACT_PEERS:
         coarse = _coarse(problem, 1 if problem.size <= 8 else stages or 1)
         few = _fewer_borders(problem, coarse)
-        rough = exact(few, stages=stages)
+        rough = exact(few, stages=stages, tolerance=1e-3 if few is not problem else TOLERANCE)
         if rough is None and few is not problem:
             rough = exact(problem, stages=stages)
             return rough
@@ -120,9 +120,10 @@ def _best(problem: Problem, stages: int | None, deadline_s: float, seed: int, ne
 
 
 def _coarse(problem: Problem, least: int) -> list[int]:
-    """The borders to use: all for few peers; else those nearest to even shares of the work, of the narrow ones."""
+    """The borders to use: all if they are few; else narrow ones at even distances."""
     last = problem.borders - 1
-    most = {True: last + 1, False: max(COARSE_BORDERS, 2 * least)}[problem.size <= 8]
+    few = last + 1 if len(problem.pairs) == 1 else COARSE_BORDERS
+    most = few if problem.size <= 8 else max(COARSE_BORDERS, 2 * least)
     if last < most:
         return list(range(last + 1))
     crossing = problem.forward_bytes + problem.backward_bytes
