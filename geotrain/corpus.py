@@ -268,8 +268,8 @@ def chat_style(folder: Path | None, template: str | None, end: str | None) -> Ch
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if end is None:
-        end = getattr(tokenizer, "eos_token", None) or "\n"
+    eos: str | None = getattr(tokenizer, "eos_token", None)
+    ending = end if end is not None else (eos or "\n")
     if template is None and getattr(tokenizer, "chat_template", None):
-        return _ChatTemplate(tokenizer, end)
-    return ChatStyle(template or "{prompt}\n", end)
+        return _ChatTemplate(tokenizer, ending)
+    return ChatStyle(template or "{prompt}\n", ending)

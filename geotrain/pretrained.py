@@ -91,7 +91,7 @@ def _from_hub(name: str, weights: bool) -> Path:
         import huggingface_hub
     except ImportError:
         raise UserError('[model] path: the hub needs transformers; run `pip install "geotrain[hf]"`') from None
-    patterns = [*_SMALL, "*.safetensors"] if weights else list(_SMALL)
+    patterns: list[str] = [*_SMALL, "*.safetensors"] if weights else [*_SMALL]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library raises its own, httpx's and OSError's
@@ -119,7 +119,7 @@ def _from_gguf(path: Path, dtype: str, folder: Path) -> Path:
     except ImportError:
         raise UserError('[model] path: GGUF files need transformers; run `pip install "geotrain[hf]"`') from None
     with _quiet_about(str(path)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model.hf_quantizer = None  # its numbers are plain ones now, and may be saved
         vars(model.config).pop("quantization_config", None)

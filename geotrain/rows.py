@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .corpus import Tokenizer
 from .data import Inputs, SampledSource, count_tokens
 from .errors import DataError, UserError
 from .instruct import IGNORED
@@ -53,7 +54,7 @@ class RowSource:
     microbatch is short, it is filled with samples whose labels count nothing."""
 
     vocab_size: int | None = None
-    tokenizer = None
+    tokenizer: Tokenizer | None = None
     masked = True
 
     def __init__(

@@ -184,13 +184,14 @@ class Trainer:
         batches: int | None = None
         self._source: Source
         if args is None:
-            self._source, batches = _open(self._module, train_dataset, list(eval_dataset or ()), microbatches)
+            held_out = list(cast("Iterable[Batch]", eval_dataset or ()))
+            self._source, batches = _open(self._module, train_dataset, held_out, microbatches)
         else:
-            rows, held_out = cast(Dataset, train_dataset), cast("Dataset | None", eval_dataset)
+            rows, unseen = cast(Dataset, train_dataset), cast("Dataset | None", eval_dataset)
             train |= read_arguments(args, len(rows))
             seed, evaluate_every = train.pop("seed"), train.pop("evaluate_every")
             self._source = RowSource(
-                rows, held_out, data_collator, seed=seed, microbatches=train["microbatches"],
+                rows, unseen, data_collator, seed=seed, microbatches=train["microbatches"],
                 size=train["microbatch_size"],
             )  # fmt: skip
         steps = train["steps"]

@@ -43,6 +43,7 @@ def train(folder, name, model=None, train=None, **sections):
                 "steps": 4, "lr": 1e-2, "microbatches": 3, "microbatch_size": 1, "warmup_steps": 0, **(train or {})
             },
             "pipeline": {"peers": PEERS, "stages": PEERS},
+            "compression": {"max_loss_increase": 0},
             **sections,
         }), "job", folder,
     )  # fmt: skip
