@@ -33,7 +33,7 @@ from .graph import StageGraph, from_bytes
 from .graph.serial import tensor_spec
 from .identity import Ticket
 from .loops import run
-from .machine import allocate_from_one_heap, free_memory_bytes, kind, measured_flops_per_s, pick_device
+from .machine import allocate_tightly, free_memory_bytes, kind, measured_flops_per_s, pick_device
 from .probe import measure
 from .stagethread import Held, Machine, StageThread, one_line
 from .survey import LONG_BYTES, VALUE, Survey, frame_of
@@ -435,7 +435,7 @@ def main(
 
     Raises `TicketError` or `UserError`, one line, if there is nothing to join.
     """
-    allocate_from_one_heap()
+    allocate_tightly()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if parent_pipe:

@@ -36,7 +36,6 @@ class Workload:
     make: Callable[[], nn.Module]
     batch: Mapping[str, Tensor]
     peers: int
-    recompute: bool = False
 
 
 class Classifier(nn.Module):
@@ -131,7 +130,7 @@ def run(work: Workload, steps: int = 3) -> list[Measured]:
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(asyncio.wait_for(train(Path(folder)), 600))
-    plan = next(event.plan for event in seen if isinstance(event, events.Planned))
+    plan = [event.plan for event in seen if isinstance(event, events.Planned)][-1]
     reports = [event for event in seen if isinstance(event, events.StepCommitted)][-1].stages
     return [
         Measured(report.peer, stage.window, stage.memory_bytes, report.memory_bytes)
