@@ -41,7 +41,7 @@ from .topology import Topology
 from .transfers import plain
 from .transports.base import Admit
 from .transports.direct import DirectTransport
-from .weights import tensor_chunks, tensor_memory
+from .weights import tensor_chunks
 
 _SAY_S = 10.0
 """At least so often a line says what the peer does or waits for."""
