@@ -122,6 +122,6 @@ class Ended:
 
 
 RunEvent = (
-    PeerJoined | Waiting | Planned | Considered | Tried | Prepared | StepCommitted | Evaluated | Checkpointed | PeerProgress
-    | PeerGone | Ended
+    PeerJoined | Waiting | Planned | Considered | Tried | Prepared | StepCommitted | Evaluated | Checkpointed
+    | PeerProgress | PeerGone | Ended
 )  # fmt: skip

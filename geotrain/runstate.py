@@ -17,12 +17,13 @@ Phase = Literal["gathering", "surveying", "planning", "preparing", "training", "
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost. With
-    `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most. What lossy codecs do is
-    tried every `try_every` steps: a trial costs less than two steps, so this is 1%.
-    The run is evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at
-    its end and every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
-    evaluations in a row have not lowered the held-out loss. `parameters` is the model's order, in which `clip` adds norms."""
+    """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost.
+    With `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most. What
+    lossy codecs do is tried every `try_every` steps: a trial costs less than two steps, so this is 1%. The run is
+    evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at its end and
+    every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
+    evaluations in a row have not lowered the held-out loss. `parameters` is the model's order, in which `clip`
+    adds norms."""
 
     steps: int
     peers: int

@@ -14,26 +14,26 @@ LAYERS = [
     # pure
     "graph.ir", "graph.ops", "graph.serial", "graph.interpret", "graph.fake", "graph.functional", "graph.eager",
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "graph.weigh", "codecs.base",
-    "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native", "codecs.fast",
-    "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy", "codecs.entropy", "codecs.sync",
-    "codecs.indices", "codecs.topk", "codecs.sparse", "codecs.delta", "codecs.native_numbers", "codecs.numbers",
-    "codecs.transform",
-    "codecs.ladder", "codecs", "coding", "opcost", "cost", "blocks", "schedule",
-    "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem", "planner.price", "planner.tables", "planner.exact", "planner.chain",
-    "planner.bound", "planner.heuristic", "planner.polish", "planner.build", "planner.explain", "planner.make",
-    "planner.baselines", "planner.replicas", "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire",
-    "meter", "admission", "protocol", "layout", "links", "replan", "identity", "events", "scheduler", "runstate", "control",
-    "plots", "facts", "stage", "instruct",
+    "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native",
+    "codecs.fast", "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy",
+    "codecs.entropy", "codecs.sync", "codecs.indices", "codecs.topk", "codecs.sparse", "codecs.delta",
+    "codecs.native_numbers", "codecs.numbers", "codecs.transform", "codecs.ladder", "codecs", "coding", "opcost",
+    "cost", "blocks", "schedule", "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem",
+    "planner.price", "planner.tables", "planner.exact", "planner.chain", "planner.bound", "planner.heuristic",
+    "planner.polish", "planner.build", "planner.explain", "planner.make", "planner.baselines", "planner.replicas",
+    "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire", "meter", "admission", "protocol",
+    "layout", "links", "replan", "identity", "events", "scheduler", "runstate", "control", "plots", "facts", "stage",
+    "instruct",
     # shell
-    "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache", "pretrained",
-    "checkpoint", "transports.base",
-    "transports.shaping", "transports.links", "transports", "transports.memory", "transports.direct", "survey", "loops",
-    "channel", "inputs", "transfers", "runfolder", "trained", "results", "stagethread",
+    "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache",
+    "pretrained", "checkpoint", "transports.base", "transports.shaping", "transports.links", "transports",
+    "transports.memory", "transports.direct", "survey", "loops", "channel", "inputs", "transfers", "runfolder",
+    "trained", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces
-    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "here", "demo", "callbacks", "trainer", "bench", "cli",
-    "__main__",
+    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "here",
+    "demo", "callbacks", "trainer", "bench", "cli", "__main__",
 ]  # fmt: skip
 
 PURE = LAYERS[: LAYERS.index("disk")]

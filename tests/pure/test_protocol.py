@@ -44,8 +44,8 @@ EXAMPLES = [
     protocol.Instruct(
         2,
         (
-            protocol.Gradients(3), protocol.Try(4), protocol.Codecs(("int8",), ("identity",)), protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2),
-            protocol.Checkpoint(4), protocol.Train(4),
+            protocol.Gradients(3), protocol.Try(4), protocol.Codecs(("int8",), ("identity",)),
+            protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2), protocol.Checkpoint(4), protocol.Train(4),
         ),
     ),
     protocol.Leave("done"),

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from geotrain.base import TensorSpec
 from geotrain.checkpoint import CheckpointWriter, latest, open_checkpoint, prune, verify
