@@ -16,7 +16,7 @@ from .tiles import BLOCK, LANES, TILE
 
 _numba: Any = numba  # it has no types
 float32, int16, int32 = _numba.float32, _numba.int16, _numba.int32
-uint8, uint16, uint32 = _numba.uint8, _numba.uint16, _numba.uint32
+uint8, uint16, uint32, uint64 = _numba.uint8, _numba.uint16, _numba.uint32, _numba.uint64
 compiled = _numba.njit(nogil=True, cache=True)
 inlined = _numba.njit(inline="always")
 

@@ -17,50 +17,56 @@ from .native import (
     uint8,
     uint16,
     uint32,
+    uint64,
 )  # fmt: skip
 from .tiles import BLOCK, LANES, TILE
 
+_RECIPROCALS = np.array([0, *((1 << 44) // f + 1 for f in range(1, 4096))], np.uint64)
+"""x * this >> 44 is x // f for x < f * 2**20."""
+
 
 @compiled
-def rans_encode(symbols, which, frequency, start, states, words):
-    """Fills `words` from the end; returns the first that is used."""
+def rans_encode(symbols, which, table, states, words):
+    """Fills `words`, which has room for one more, from the end; returns the first that is used."""
     lanes = len(states)
     at = len(words)
     first = (len(symbols) - 1) // lanes * lanes
     while first >= 0:
         for lane in range(min(lanes, len(symbols) - first) - 1, -1, -1):
-            symbol, table = symbols[first + lane], which[first + lane]
-            f = uint32(frequency[table, symbol])
+            entry = table[which[first + lane], symbols[first + lane]]
+            f = uint32(entry & uint32(0xFFFF))
             x = states[lane]
-            if x >= uint32(f << uint32(20)):
-                at -= 1
-                words[at] = uint16(x & uint32(0xFFFF))
-                x = uint32(x >> uint32(16))
-            quotient = uint32(x // f)
-            states[lane] = uint32((quotient << uint32(12)) + (x - quotient * f) + start[table, symbol])
+            full = x >= uint32(f << uint32(20))
+            words[at - 1] = uint16(x & uint32(0xFFFF))
+            at -= full
+            x = uint32(x >> uint32(16)) if full else x
+            quotient = uint32((uint64(x) * _RECIPROCALS[f]) >> uint64(44))
+            states[lane] = uint32((quotient << uint32(12)) + (x - quotient * f) + uint32(entry >> uint32(16)))
         first -= lanes
     return at
 
 
 @compiled
-def rans_decode(words, which, frequency, start, symbol, states, symbols):
-    """Returns the words used, -1 where there were not enough."""
+def rans_decode(words, which, table, states, symbols):
+    """Returns the words used, -1 where there were not enough. `words` has as many more as there are lanes."""
     lanes = len(states)
+    there = len(words) - lanes
     used = 0
     for first in range(0, len(which), lanes):
         for lane in range(min(lanes, len(which) - first)):
-            table = which[first + lane]
             x = states[lane]
-            slot = uint32(x & uint32(4095))
-            s = symbol[table, slot]
-            x = uint32(uint32(frequency[table, s]) * uint32(x >> uint32(12)) + slot - uint32(start[table, s]))
-            if x < uint32(65536):
-                if used == len(words):
-                    return -1
-                x = uint32(uint32(x << uint32(16)) | uint32(words[used]))
-                used += 1
+            entry = table[which[first + lane], x & uint32(0xFFF)]
+            x = uint32(
+                uint32(entry & uint32(0xFFF)) * uint32(x >> uint32(12)) + ((entry >> uint32(12)) & uint32(0xFFF))
+            )
+            longer = uint32(uint32(x << uint32(16)) | uint32(words[used]))  # read anyway: a branch would cost more
+            low = x < uint32(65536)
+            x = longer if low else x
+            used += low
             states[lane] = x
-            symbols[first + lane] = s
+            symbols[first + lane] = uint8(entry >> uint32(24))
+        if used > there:
+            return -1
     return used
 
 

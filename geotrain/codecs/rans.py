@@ -28,20 +28,25 @@ _LOW = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """`frequency` and `start`: (tables, symbols) uint16; `symbol`: (tables, 4096) uint8, by slot."""
+    """`symbols`: (tables, symbols) uint32, frequency | cumulative frequency << 16. `slots`: (tables, 4096) uint32, by
+    slot: frequency | (slot - cumulative frequency) << 12 | symbol << 24."""
 
-    frequency: Array
-    start: Array
-    symbol: Array
+    symbols: Array
+    slots: Array
+
+    @property
+    def frequency(self) -> Array:
+        return self.symbols & np.uint32(0xFFFF)
 
 
 def make_tables(frequency: Array) -> Tables:
     """From (tables, symbols) frequencies; each row adds up to 4096, and no symbol has all of them."""
-    frequency = frequency.astype(np.uint16)
-    start = (np.cumsum(frequency, 1) - frequency).astype(np.uint16)
-    symbols = np.arange(frequency.shape[1], dtype=np.uint8)
-    symbol = np.stack([np.repeat(symbols, row) for row in frequency])
-    return Tables(frequency, start, symbol)
+    frequency = frequency.astype(np.uint32)
+    start = np.cumsum(frequency, 1, dtype=np.uint32) - frequency
+    symbol = np.stack([np.repeat(np.arange(len(row), dtype=np.uint32), row) for row in frequency])
+    f, c = np.take_along_axis(frequency, symbol, 1), np.take_along_axis(start, symbol, 1)
+    inside = np.arange(TOTAL, dtype=np.uint32) - c
+    return Tables(frequency | start << np.uint32(16), f | inside << np.uint32(12) | symbol << np.uint32(24))
 
 
 def lanes_of(count: int) -> int:
@@ -53,19 +58,20 @@ def encode(symbols: Array, which: Array, tables: Tables) -> bytes:
     lanes = lanes_of(len(symbols))
     states = np.full(lanes, _LOW, np.uint32)
     if native := kernels(torch.device("cpu")):
-        words = np.empty(len(symbols), np.uint16)
-        first = native.rans_encode(symbols, which, tables.frequency, tables.start, states, words)
+        words = np.empty(len(symbols) + 1, np.uint16)
+        first = native.rans_encode(symbols, which, tables.symbols, states, words)
         return states.tobytes() + words[first:].tobytes()
     state = states.astype(np.uint64)
     taken: list[Array] = []
     for first in range((len(symbols) - 1) // lanes * lanes, -1, -lanes):
         symbol, table = symbols[first : first + lanes], which[first : first + lanes]
-        f = tables.frequency[table, symbol].astype(np.uint64)
+        entry = tables.symbols[table, symbol].astype(np.uint64)
+        f = entry & np.uint64(0xFFFF)
         x = state[: len(symbol)]
         full = x >= f << np.uint64(20)
         taken.append((x[full] & np.uint64(0xFFFF)).astype(np.uint16))
         x[full] >>= np.uint64(16)
-        x[:] = (x // f << np.uint64(12)) + x % f + tables.start[table, symbol]
+        x[:] = (x // f << np.uint64(12)) + x % f + (entry >> np.uint64(16))
     return state.astype("<u4").tobytes() + b"".join(part.astype("<u2").tobytes() for part in reversed(taken))
 
 
@@ -78,7 +84,8 @@ def decode(data: memoryview, which: Array, tables: Tables) -> Array:
     words = np.frombuffer(data[4 * lanes :], "<u2").astype(np.uint16)
     symbols = np.empty(len(which), np.uint8)
     if native := kernels(torch.device("cpu")):
-        used = native.rans_decode(words, which, tables.frequency, tables.start, tables.symbol, states, symbols)
+        room = np.concatenate([words, np.zeros(lanes, np.uint16)])  # a whole step is read before it is checked
+        used = native.rans_decode(room, which, tables.slots, states, symbols)
     else:
         used = _decode(words, which, tables, states, symbols)
     if used != len(words) or (states != _LOW).any():
@@ -92,14 +99,12 @@ def _decode(words: Array, which: Array, tables: Tables, states: Array, symbols: 
     for first in range(0, len(which), lanes):
         table = which[first : first + lanes]
         x = states[: len(table)]
-        slot = (x & np.uint32(TOTAL - 1)).astype(np.int64)
-        symbol = tables.symbol[table, slot]
-        f, c = tables.frequency[table, symbol].astype(np.uint32), tables.start[table, symbol].astype(np.uint32)
-        x[:] = f * (x >> np.uint32(12)) + slot.astype(np.uint32) - c
+        entry = tables.slots[table, x & np.uint32(TOTAL - 1)]
+        x[:] = (entry & np.uint32(0xFFF)) * (x >> np.uint32(12)) + (entry >> np.uint32(12) & np.uint32(0xFFF))
         short = np.flatnonzero(x < _LOW)
         if used + len(short) > len(words):
             return -1
         x[short] = (x[short] << np.uint32(16)) | words[used : used + len(short)]
         used += len(short)
-        symbols[first : first + lanes] = symbol
+        symbols[first : first + lanes] = entry >> np.uint32(24)
     return used
