@@ -86,7 +86,7 @@ def test_a_whole_number_is_a_float_and_nothing_else_is_converted():
         ("[model]\nkind = 'hf'", "[model] path is missing; add it"),
         ("train = 3", "train must be a table; write [train] and its keys below"),
         ("model = 3", "model must be a table; write [model] and its keys below"),
-        ("[train]\nsteps = 0", "[train] steps = 0 should be greater than or equal to 1"),
+        ("[train]\nmicrobatches = 0", "[train] microbatches = 0 should be greater than or equal to 1"),
         ("[train]\noptimizer = 'adm'", "[train] optimizer = 'adm' should be 'adamw' or 'sgd'"),
         ("[train]\nlr = nan", "[train] lr = nan should be a finite number"),
         ("[train]\nbetas = [0.9]", "[train] betas = [0.9] has too few items"),
