@@ -29,6 +29,7 @@ BENCHMARKS = {
     "hivemind-optimizer": "against hivemind's data-parallel optimizer, on links shaped by the kernel",
     "codecs": "bytes, error and speed of every codec",
     "big-model": "memory of each process with a model of a billion parameters",
+    "memory": "what the planner expects of a stage against the peak of a real peer",
     "quality": "held-out loss against bytes on the links, from scratch, of a dozen pairs of codecs",
     "outer-sync": "held-out loss against bits for each parameter, of replicas",
     "finetuning": "the same with pretrained weights, LoRA and all of them",

@@ -1,23 +1,25 @@
 """Memory of a stage: what the planner expects against the peak of a real peer process. I/O.
 
-Four models train a few steps on peers of their own processes. A row is a stage; the last column is estimate over peak.
+Four models train a few steps on peer processes as the planner spreads them, and the first one in a fixed plan with and
+without recompute. A row is a stage; the last column is estimate over peak.
 """
 
 import asyncio
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from geotrain import config, events
+from geotrain import config, events, planner
+from geotrain.base import Peer, Plan
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
-from geotrain.graph import capture
+from geotrain.graph import OpGraph, capture
 from geotrain.graph.deferred import programs, record
 from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
@@ -36,6 +38,8 @@ class Workload:
     make: Callable[[], nn.Module]
     batch: Mapping[str, Tensor]
     peers: int
+    recompute: bool | None = None
+    """None: as the planner has it. Else all microbatches are live at once, with or without recompute."""
 
 
 class Classifier(nn.Module):
@@ -89,16 +93,34 @@ def _resnet(scale: int) -> Workload:
 
 def workloads(short: bool) -> dict[str, Workload]:
     scale = 1 if short else 2
+    gpt = _gpt(scale, "float32", 8)
     return {
-        "GPT": _gpt(scale, "float32", 8),
+        "GPT": gpt,
         "Llama with adapters": _llama(scale),
         "ResNet": _resnet(scale),
         "GPT in bfloat16": _gpt(2 * scale, "bfloat16", 2),
+        "GPT, all live": replace(gpt, peers=2, recompute=False),
+        "GPT, all live, recomputing": replace(gpt, peers=2, recompute=True),
     }
+
+
+def _fixed_plan(work: Workload, graph: OpGraph) -> Plan | None:
+    if work.recompute is None:
+        return None
+    made = planner.plan(
+        graph,
+        [Peer(f"peer{i}", 1e10, 4 << 30) for i in range(work.peers)],
+        microbatches=MICROBATCHES,
+        stages=work.peers,
+    )
+    stages = (replace(stage, window=MICROBATCHES, recompute=work.recompute) for stage in made.stages)
+    return replace(made, stages=tuple(stages))
 
 
 @dataclass(frozen=True)
 class Measured:
+    """`window`: live microbatches. Bytes."""
+
     peer: str
     window: int
     estimate: int
@@ -121,7 +143,10 @@ def run(work: Workload, steps: int = 3) -> list[Measured]:
     seen: list[events.RunEvent] = []
 
     async def train(folder: Path) -> None:
-        runner = Coordinator(job, graph=graph, source=source, run_dir=folder / "run", on_event=seen.append)
+        runner = Coordinator(
+            job, graph=graph, source=source, run_dir=folder / "run", on_event=seen.append,
+            plan=_fixed_plan(work, graph),
+        )  # fmt: skip
         ticket = await runner.start()
         peers = [LocalPeer(f"peer{i}", memory_gib=4.0, device="cpu") for i in range(work.peers)]
         with LocalPeers(peers, folder / "logs") as processes:
