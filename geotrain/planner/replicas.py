@@ -23,6 +23,9 @@ from .baselines import best_cuts, shortest, tour
 from .price import Price, price
 from .problem import Floats, Ints, Problem
 
+TRIED, FINAL = 40, 6
+"""Of all shapes of a grid so many are improved; then the best ones further."""
+
 BATCH = 96
 """Changes that are scored at once."""
 
@@ -66,14 +69,13 @@ def replicas(
     row = tour(problem)
     grids = [_Grid(problem, sync_bytes, every, r, k, row) for r, k in _shapes(problem, most)]
     rng = np.random.default_rng(seed)
-    tried: list[tuple[float, int, Ints]] = []
-    for number, grid in enumerate(grids):
-        for start in grid.starts():
-            peers, value = grid.improve(start, rng, rounds)
-            tried.append((value, number, peers))
-    tried.sort(key=lambda t: (t[0], t[1]))
+    starts = [(n, s, float(grid.seconds(s[None])[0])) for n, grid in enumerate(grids) for s in grid.starts()]
+    each = [min((start for start in starts if start[0] == n), key=lambda start: start[2]) for n in range(len(grids))]
+    each.sort(key=lambda start: (start[2], start[0]))
+    tried = [(*grids[n].improve(s, rng, rounds), n) for n, s, _ in each[:TRIED]]
+    tried.sort(key=lambda t: (t[1], t[2]))
     found: list[Replicas] = []
-    for _, number, peers in tried[:4]:
+    for peers, _, number in tried[:FINAL]:
         grid = grids[number]
         better, value = grid.improve(peers, rng, 10 * rounds)
         if np.isfinite(value):
@@ -125,15 +127,16 @@ def sync_seconds(problem: Problem, sync_bytes: Floats, ways: Ways) -> float:
 
 
 def _shapes(problem: Problem, most: int | None) -> list[tuple[int, int]]:
-    """(pipelines, stages): those that use all peers, and half of them."""
+    """(pipelines, stages): from one peer to all of them."""
     limit = min(problem.size, problem.microbatches, most or problem.size)
-    shapes: set[tuple[int, int]] = set()
-    for r in {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, limit}:
-        for part in (1.0, 0.85, 0.7, 0.5):
-            k = min(int(part * problem.size) // r, problem.borders - 1)
-            if r <= limit and k >= 1:
-                shapes.add((r, k))
-    return sorted(shapes)
+    counts = {r for r in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, limit) if r <= limit}
+    depths = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48}
+    return sorted(
+        (r, k)
+        for r in counts
+        for k in depths | {int(part * problem.size) // r for part in (1.0, 0.85, 0.7)}
+        if 1 <= k <= min(problem.size // r, problem.borders - 1)
+    )
 
 
 def _own_cuts(problem: Problem, sync_bytes: Floats, every: int, ways: Ways) -> list[Replicas]:
@@ -186,13 +189,14 @@ class _Grid:
         fast = np.argsort(-problem.speed, kind="stable")
         used, rest = fast[:cells], fast[cells:]
         near = np.array([peer for peer in self._row if peer in set(used)])
-        return [self._near_stages(), *(np.concatenate((grid, rest)) for grid in (near, used))]
+        stages = [self._near_stages(fast[:pool]) for pool in {problem.size, max(cells, problem.size // 2)}]
+        return [*stages, *(np.concatenate((grid, rest)) for grid in (near, used))]
 
-    def _near_stages(self) -> Ints:
-        """Stage by stage the peers that are nearest to each other of those left; then stages so that near ones follow
-        each other, and in each the fast ones first."""
+    def _near_stages(self, pool: Ints) -> Ints:
+        """Stage by stage the peers that are nearest to each other of those left in the pool; then stages so that near
+        ones follow each other, and in each the fast ones first."""
         both = np.minimum(self.rate, self.rate.T)
-        left, groups = np.arange(self.problem.size), list[Ints]()
+        left, groups = np.sort(pool), list[Ints]()
         for _ in range(self.stages):
             near = np.sort(both[np.ix_(left, left)], axis=1)[:, ::-1][:, : self.count]
             seed = left[int((1 / near[:, 1:]).sum(axis=1).argmin())]
@@ -201,7 +205,7 @@ class _Grid:
             left = np.setdiff1d(left, group)
         between = np.array([[1 / float(both[np.ix_(g, h)].min()) for h in groups] for g in groups])
         grid = np.array(groups)[shortest(between**2)]
-        return np.concatenate((grid.T.ravel(), left))
+        return np.concatenate((grid.T.ravel(), np.setdiff1d(np.arange(self.problem.size), grid)))
 
     def improve(self, peers: Ints, rng: np.random.Generator, rounds: int) -> tuple[Ints, float]:
         """Two peers exchanged, or a stretch of stages turned round: the best of each batch, as long as that helps."""

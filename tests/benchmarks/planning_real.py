@@ -49,12 +49,12 @@ def benchmark(short: bool) -> list[Table]:
     graph = capture(net, data.train(0, 0))
     plans = _plans(graph, short)
     seconds = _run(net, graph, data, [plan for _, plan in plans])
-    ours = seconds[0]
+    ours = seconds[-1]
     rows = [
         (name, len(plan.stages), plan.step_seconds, step_s, step_s / ours)
         for (name, plan), step_s in zip(plans, seconds, strict=True)
     ]
-    best = min(seconds[1:]) / ours
+    best = min(seconds[:-1]) / ours
     return [
         Table(
             f"6 real peers on links of 8 Mbit/s to 1 Gbit/s, median of {STEPS - 1} steps",
@@ -78,7 +78,7 @@ def _toml() -> str:
 
 
 def _plans(graph: OpGraph, short: bool) -> list[tuple[str, Plan]]:
-    """Ours first. All choose codecs from the same ladders, and cost by the same figures."""
+    """Ours last, since the first one has to use all peers. All choose from the same codecs."""
     flops = measured_flops_per_s(torch.device("cpu"), 1)
     peers = [Peer(name, flops * DUTY[name], 4 << 30) for name in PLACES]
     links = parse(_toml()).links
@@ -89,7 +89,7 @@ def _plans(graph: OpGraph, short: bool) -> list[tuple[str, Plan]]:
     )  # fmt: skip
     found = {name: plan for name, plan in baselines(made.problem).items() if plan is not None}
     chosen = list(found)[:2] if short else [n for n in found if not n.startswith("random")]
-    return [("ours", ours), *((name, _plan(graph, made, found[name])) for name in chosen)]
+    return [*((name, _plan(graph, made, found[name])) for name in chosen), ("ours", ours)]
 
 
 def _plan(graph: OpGraph, made: Instance, found: Found) -> Plan:
