@@ -29,6 +29,9 @@ PEERS, REGIONS, BLOCKS, MICROBATCHES = 16, 4, 24, 32
 STEPS = 300
 NOISE = 0.05
 SURVEY_BYTES = 512 << 10
+NEAR = 6
+"""So many of the fastest peers are tried in every place of the current plan."""
+
 LOOKS = 8
 """A plan over links that turn out otherwise is made again, so often at most."""
 
@@ -37,10 +40,12 @@ CHECK_EVERY = 20
 EFFORT_S = 0.05
 """The planner's own measure of effort."""
 
-STATE_BYTES = 16 * 25e6
-"""Of a block: 25 million parameters, 16 bytes each."""
+PARAMETERS = 12 * 1024**2
+"""Of a block: hidden size 1024; context 1024, half precision on the links, weights and AdamW's state in full."""
 
-BLOCK_FLOPS = 6 * 25e6 * 1024
+STATE_BYTES = 12.0 * PARAMETERS
+
+BLOCK_FLOPS = 6.0 * PARAMETERS * 1024
 BOUNDARY_BYTES = 2.0 * 1024 * 1024
 
 
@@ -252,7 +257,7 @@ class Ours:
 
         for _ in range(LOOKS):
             question = self.believed()
-            found = [best(question, self.plan.order), along(question, self.plan.order)]
+            found = [best(question, self.plan.order), along(question, self.plan.order), *self._near(question)]
             proposed = max((option for option in found if option is not None), key=gain_s)
             if not self._probe(problem, self._edges(proposed.order)):
                 break
@@ -272,6 +277,15 @@ class Ours:
             self.outcome.seconds += copy_s
             self.now_s += copy_s
             self._go_over(proposed)
+
+    def _near(self, question: Problem) -> list[Found]:
+        """One peer fewer, or one more: little state moves."""
+        order = list(self.plan.order)
+        others = [p for p in np.argsort(-question.speed)[:NEAR] if p not in order]
+        orders = [order[:i] + order[i + 1 :] for i in range(len(order)) if len(order) > 1]
+        orders += [[*order[:i], int(p), *order[i:]] for p in others for i in range(len(order) + 1)]
+        found = (along(question, o, tolerance=0.01, runs=8) for o in orders)
+        return [option for option in found if option is not None]
 
     def _copy_s(self, problem: Problem, proposed: Found) -> float:
         moves = replan.transfers(
