@@ -56,6 +56,8 @@ class Flows:
         self._since: list[float] = []
         self._began: list[float] = []
         self._version: list[int] = []
+        self._now: dict[End, dict[int, float]] = {}
+        """By shared end, what each link under way may use of it at the moment."""
         self._parts: dict[tuple[End, tuple[int, ...]], dict[int, float]] = {}
 
     def number(self, src: str, dst: str) -> int:
@@ -92,6 +94,11 @@ class Flows:
     def _ends(self) -> list[list[End]]:
         shared = {end: links for end, links in self._at.items() if len(links) > 1}
         return [[end for end, links in shared.items() if link in links] for link in range(len(self._rate))]
+
+    @cached_property
+    def _near(self) -> list[list[int]]:
+        """By link, all that have a shared end with it, itself too."""
+        return [sorted({other for end in ends for other in self._at[end]}) for ends in self._ends]
 
     def carry(self, link: int, nbytes: float, now: float) -> float:
         """When a message that is ready now has left over a link of its own."""
@@ -135,11 +142,16 @@ class Flows:
 
     def _share(self, changed: int, now: float) -> Ends:
         """Divide the ends of a link that begins or stops among what is under way there."""
-        ends = self._ends[changed]
-        touched = sorted({link for end in ends for link in self._at[end] if self._waiting[link]})
+        for end in self._ends[changed]:
+            self._now[end] = self._part(end)
         again: Ends = []
-        for link in touched:
-            speed = min(self._part(end)[link] for end in self._ends[link])
+        for link in self._near[changed]:
+            if not self._waiting[link]:
+                continue
+            first, *more = self._ends[link]
+            speed = self._now[first][link]
+            for end in more:
+                speed = min(speed, self._now[end][link])
             if speed != self._speed[link]:
                 self._left[link] = max(0.0, self._left[link] - self._speed[link] * (now - self._since[link]))
                 self._since[link], self._speed[link] = now, speed
