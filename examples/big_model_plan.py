@@ -5,9 +5,9 @@
 
 Shows: a model captured without memory for its weights; a plan over given machines and lines (which peer runs what,
 which link is compressed how hard); seconds a step, bytes over links, days for a data set, and what each peer adds. The
-speeds are a third of what the cards' makers state for bfloat16; change `HOMES` to yours.
+speeds are rough guesses; change `HOMES` to yours.
 
-Takes about 2 minutes on 2 idle cores; `--short` plans a model of 1 billion in 20 s.
+Most of its time goes into tracing the model. `--short` plans a model of 1 billion, in 3 minutes on 2 busy cores.
 """
 
 import argparse

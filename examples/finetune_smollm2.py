@@ -7,8 +7,8 @@ Shows: real weights in, LoRA (or, with `--full`, all weights in float32 computed
 those between homes, held-out loss and an answer before and after, a Hugging Face folder out. `--check` trains the same
 in one process with peft and compares. `finetune_smollm2.toml` is the same job for the command line.
 
-On 2 cores shared with much other work it took 13 minutes (20 steps), `--short` 7 (2 steps on 2 peers). The held-out loss
-falls from 4.27 to 2.65.
+On 2 cores shared with much other work it took 13 minutes (20 steps), `--short` 7 (2 steps on 2 peers). The held-out
+loss falls from 4.27 to 2.65.
 
 The data is real and on every machine: the first paragraphs of the standard library's docstrings, asked for by name.
 """
