@@ -25,6 +25,7 @@ from geotrain.data import BatchSource
 from geotrain.graph import OpGraph, candidate_cuts, capture, cut, graph_hash
 from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
+from geotrain.replan import Deviation
 from geotrain.simulator import Message, StageTimes, Workload, simulate
 from geotrain.topology import Topology
 from geotrain.topology import parse as parse_topology
@@ -105,6 +106,13 @@ SCENES = (
 """Small models: what takes long is rests and links, since a few cores act out all peers."""
 
 
+class Steady(Coordinator):
+    """Keeps to the plans that it is given."""
+
+    def _look_for_better(self, because: Sequence[Deviation]) -> None:
+        pass
+
+
 def benchmark(short: bool) -> list[Table]:
     scenes = (replace(SCENES[0], variants=SCENES[0].variants[:1]),) if short else SCENES
     torch.manual_seed(0)
@@ -177,7 +185,7 @@ def run(scene: Scene) -> list[tuple[float, float]]:
                     changes.add(asyncio.ensure_future(runner.go_over(plans[len(done)], "the next one")))
 
         with LocalPeers(swarm, folder / "logs", folder / "network.toml") as processes:
-            runner = Coordinator(
+            runner = Steady(
                 job, graph=graph, source=data, run_dir=folder / "run", weights=WeightStore(folder / "weights"),
                 plan=plans[0], topology=topology, on_event=on_event,
             )  # fmt: skip
