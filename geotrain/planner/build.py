@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..base import ITEM_BYTES, Link, Peer
-from ..blocks import CostModel
+from ..blocks import NARROW, CostModel
 from ..codecs import get_codec
 from ..codecs.ladder import RAW, Rung
 from ..coding import FLOATS, SMALL_BYTES
@@ -38,10 +38,18 @@ class Instance:
     table: CostTable
 
 
+FEW_BORDERS = 24
+"""So few places to cut are all tried; of more, those that are wide between narrow ones are left out."""
+
+
 def borders(graph: OpGraph, wanted: int, most: int = MOST_BORDERS) -> list[Cut]:
     """Where stages may begin and end, from the graph's start to its end: the narrow places, or all places where there
     are not twice as many pieces as stages, too few to balance."""
     cuts = allowed_cuts(graph, candidate_cuts(graph))
+    width = [place.boundary_bytes for place in cuts]
+    slim = [place for i, place in enumerate(cuts) if width[i] <= NARROW * min(width[max(0, i - 1) : i + 2])]
+    if len(cuts) > FEW_BORDERS and len(slim) + 1 >= 2 * wanted:
+        cuts = slim
     if len(cuts) + 1 < 2 * wanted:
         cuts = allowed_cuts(graph, boundary_bytes(graph))
     if len(cuts) > most:
@@ -77,7 +85,8 @@ def instance(
         np.array([float(place.forward_bytes) for place in places]),
         np.array([float(place.backward_bytes) for place in places]),
     )
-    elements, rest = _elements(graph, points)
+    sent = _crossing(graph)
+    elements, raw, rest = _elements(graph, sent, points)
     ladders = [_ladder(rungs) for rungs in (forward, backward)]
     memory = stage_memory(table, microbatches, lossy=any(len(ladder) > 1 for ladder in ladders))
     problem = Problem(
@@ -98,11 +107,11 @@ def instance(
         forward_elements=elements,
         backward_elements=elements,
         forward_rest=rest,
-        backward_rest=np.maximum(inner[1] - _raw(graph, points), 0.0),
+        backward_rest=np.maximum(inner[1] - raw, 0.0),
         forward=ladders[0],
         backward=ladders[1],
         max_loss_increase=max_loss_increase,
-        routes=tuple(_routes(graph, points)),
+        routes=tuple(_routes(graph, sent, points)),
     )
     return Instance(problem, tuple(points), table)
 
@@ -135,8 +144,11 @@ def network(peers: Sequence[Peer], links: Sequence[Link]) -> Network:
     return Network(up, down, mean, latency / np.maximum(seen, 1), region if len(peers) > DENSE_PEERS else None)
 
 
-def _crossing(graph: OpGraph) -> list[tuple[str, int, list[int]]]:
-    """Values that may be sent: name, the op that makes it, the later ops that read it."""
+Sent = tuple[str, int, list[int]]
+"""A value that may be sent: its name, the op that makes it, the later ops that read it."""
+
+
+def _crossing(graph: OpGraph) -> list[Sent]:
     nowhere = recomputed(graph)
     readers: dict[str, list[int]] = {}
     for i, op in enumerate(graph.ops):
@@ -153,30 +165,22 @@ def _lossy(graph: OpGraph, name: str) -> bool:
     return value.requires_grad and value.spec.dtype in FLOATS and value.spec.nbytes >= SMALL_BYTES
 
 
-def _elements(graph: OpGraph, points: Sequence[int]) -> tuple[Floats, Floats]:
-    """(B,): numbers that cross each border and a lossy codec may touch, and bytes that none may."""
-    elements, rest = np.zeros(len(points)), np.zeros(len(points))
+def _elements(graph: OpGraph, sent: Sequence[Sent], points: Sequence[int]) -> tuple[Floats, Floats, Floats]:
+    """(B,): numbers that cross each border and a lossy codec may touch, their bytes, and the bytes that none may."""
+    elements, raw, rest = np.zeros((3, len(points)))
     at = np.asarray(points)
-    for name, made, read in _crossing(graph):
+    for name, made, read in sent:
         over = (at > made) & (at <= max(read, default=made))
         spec = graph.values[name].spec.packed
         if _lossy(graph, name):
             elements[over] += spec.numel
+            raw[over] += spec.nbytes
         else:
             rest[over] += spec.nbytes
-    return elements, rest
+    return elements, raw, rest
 
 
-def _raw(graph: OpGraph, points: Sequence[int]) -> Floats:
-    """(B,): bytes of what a lossy codec may touch."""
-    total, at = np.zeros(len(points)), np.asarray(points)
-    for name, made, read in _crossing(graph):
-        if _lossy(graph, name):
-            total[(at > made) & (at <= max(read, default=made))] += graph.values[name].spec.packed.nbytes
-    return total
-
-
-def _routes(graph: OpGraph, points: Sequence[int]) -> list[Route]:
+def _routes(graph: OpGraph, sent: Sequence[Sent], points: Sequence[int]) -> list[Route]:
     """Values that jump over a whole piece between borders, and trainable parameters read in several."""
     at = np.asarray(points)
 
@@ -184,7 +188,7 @@ def _routes(graph: OpGraph, points: Sequence[int]) -> list[Route]:
         return tuple(sorted({int(p) for p in np.searchsorted(at, ops, side="right") - 1}))
 
     routes: list[Route] = []
-    for name, made, read in _crossing(graph):
+    for name, made, read in sent:
         (home,), to = places([made]), places(read)
         if not to or to[-1] <= home + 1:
             continue
@@ -192,8 +196,12 @@ def _routes(graph: OpGraph, points: Sequence[int]) -> list[Route]:
         nbytes, numbers = float(value.spec.packed.nbytes), float(value.spec.packed.numel)
         back = nbytes * value.requires_grad
         routes.append(Route(home, to, nbytes, back, numbers, lossy=_lossy(graph, name)))
+    readers: dict[str, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for name in op_refs(op):
+            readers.setdefault(name, []).append(i)
     for name, parameter in graph.parameters.items():
-        to = places([i for i, op in enumerate(graph.ops) if name in op_refs(op)]) if parameter.requires_grad else ()
+        to = places(readers.get(name, [])) if parameter.requires_grad else ()
         if len(to) > 1:
             nbytes = float(parameter.spec.nbytes)
             routes.append(Route(to[0], to[1:], nbytes, nbytes, nbytes / ITEM_BYTES[parameter.spec.dtype], True, False))

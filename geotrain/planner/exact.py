@@ -13,7 +13,7 @@ its NIC; a boundary's loss is added as the seconds it costs.
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -26,10 +26,13 @@ EXACT_PEERS = 14
 TOLERANCE = 1e-6
 """Periods that could improve a step by less are not tried."""
 
-LOSS_FACTORS = (1.0, 4.0, 16.0, 64.0)
+LOSS_FACTORS = (1.0, 8.0)
 """A boundary's loss counts as so many times the seconds it costs, the next one where a plan is over the budget."""
 
-MOST_PAIRS = ((6, 8), (8, 5), (11, 3), (100, 2))
+LOSSY_TOLERANCE, LOSSY_RUNS = 1e-3, 24
+"""With codecs sweeps take longer and their bound is looser."""
+
+MOST_PAIRS = ((8, 4), (11, 3), (EXACT_PEERS, 2))
 """Up to so many peers, so many pairs of codecs are told apart at once."""
 
 SweepAt = Callable[[float, float, float], "tuple[float, Found] | None"]
@@ -65,12 +68,15 @@ def exact(
             best = better(best, found(problem, [single], [], []))
     if problem.size == 1:
         return best
+    lossy = len(problem.pairs) > 1
+    if lossy:
+        best = exact(replace(problem, forward=problem.forward[:1], backward=problem.backward[:1]), best, stages)
     tables = Tables(problem)
 
     def sweep(period: float, limit: float, weight: float) -> tuple[float, Found] | None:
         return Sweep(tables, period, limit, weight, stages).best()
 
-    return over_periods(tables, sweep, best, tolerance, 200)
+    return over_periods(tables, sweep, best, max(tolerance, LOSSY_TOLERANCE * lossy), LOSSY_RUNS if lossy else 200)
 
 
 def over_periods(

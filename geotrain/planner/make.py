@@ -29,6 +29,9 @@ from .problem import Problem
 COARSE_BORDERS = 26
 """With many subsets of peers to try, only so many borders; the best order is then cut at all of them."""
 
+ENOUGH = 12
+"""Pieces for twice so many stages are enough to choose from, however many peers there are."""
+
 HORIZON = 30
 """Steps over which moving a stage's state to another peer must pay."""
 
@@ -72,7 +75,7 @@ def plan(
     if not 1 <= wanted <= len(peers):
         raise PlanError(f"{wanted} stages were asked for and there are {len(peers)} peers; use 1 to {len(peers)}")
     default_windows(schedule, wanted, microbatches)
-    most = 64 if stages is None else wanted
+    most = ENOUGH if stages is None else wanted
     places = borders(graph, min(wanted, most))
     if stages is not None and stages >= len(places):
         raise PlanError(f"the model can be cut into {len(places) - 1} stages at most, not {stages}")
