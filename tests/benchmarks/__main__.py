@@ -33,6 +33,7 @@ BENCHMARKS = {
     "quality": "held-out loss against bytes on the links, from scratch, of a dozen pairs of codecs",
     "outer-sync": "held-out loss against bits for each parameter, of replicas",
     "finetuning": "the same with pretrained weights, LoRA and all of them",
+    "planner": "plans against exhaustive search and their proven lower bounds",
     "planning": "plans against simpler ones, by the planner's model",
     "planning-real": "plans against simpler ones, on real peers",
     "replicas": "several pipelines in the world of DT-FM",
