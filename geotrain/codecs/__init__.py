@@ -7,6 +7,7 @@ import torch
 from ..errors import PlanError
 from ..graph.serial import tensor_spec
 from .base import Codec, Message, Payload, State, message_key
+from .channels import CHANNELS
 from .delta import DELTA
 from .entropy import ENTROPY
 from .hadamard import HADAMARD
@@ -30,6 +31,7 @@ CODECS: dict[str, Codec] = {
         *ROWS,
         *TOPK,
         *TRANSFORM,
+        *CHANNELS,
         *SYNC,
     )
 }

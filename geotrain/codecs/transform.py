@@ -14,7 +14,7 @@ a complete QR decomposition of Householder reflections (LAPACK's, in float64).
     tcu-E   for activations, which are normalized for each token before they are used, so the rows' sizes are sent
             apart: a relative squared error of E for each row. Unbiased: on all d axes q = floor(v / step + u + 1/2) is
             read as (q - u) * step, with step**2 / 12 = E times the mean square; the dither u of element i of the values
-            is that of `_dither`
+            is that of `dither`
     tcm-E   for gradients, which are added up: the same with one size for the message
     tc-E    as tcu, but axis by axis rounded to the nearest, and axes with less variance than their share of the error
             are left out: the least error for so few bits (reverse water-filling, T. Cover and J. Thomas, "Elements of
@@ -48,7 +48,7 @@ from .scales import reaches, scales_of
 _Array = numbers.Array
 _SAME, _NEW, _SIMPLE = 0, 1, 2
 _WIDEST, _LEAST_ROWS, _WORTH = 1024, 32, 8
-_FINEST = 10
+_FINEST, _MOST = 10, 2.0**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,11 @@ class Transform(Lossy):
             }  # fmt: skip
             coefficients, step = self._project(rows, turn, rank, total, step, final=True)
             assert coefficients is not None
-        values, bins = self._round(coefficients, step, message.key)
+        if self.unbiased:
+            values, bins = rounded(coefficients, step, message.key)
+        else:
+            nearest = (coefficients * (1 / step)).round_().clamp_(-_MOST, _MOST).to(torch.int32)
+            values, bins = nearest.cpu().numpy(), None
         coded = numbers.write(values, bins)
         spent = state["spent"] + torch.tensor([len(coded) + len(sizes), 0])
         head = bytes([_NEW if axes else _SAME]) + int(state["mark"]).to_bytes(4, "little") + axes
@@ -139,18 +143,11 @@ class Transform(Lossy):
             at += used
             scale = down * _divisors(np.clip(codes[0] + 64, 0, 127)).to(device)[:, None]
         rank = width if self.unbiased else int(state["rank"])
-        u, bins = _dither(message.key, rank * rows) if self.unbiased else (None, None)
+        u, bins = dither(message.key, rank * rows) if self.unbiased else (None, None)
         values, used = numbers.read(body[at:], rank, rows, None if bins is None else bins.reshape(rank, rows))
         if at + used != body.nbytes:
             raise RemoteProtocolError("a message in principal axes has another length")
-        if u is not None and (native := kernels(device)):
-            v = torch.empty(rank, rows)
-            native.restore(values.reshape(-1), u, v.view(-1).numpy())
-        else:
-            v = torch.as_tensor(values).to(device, torch.float32)
-        if u is not None and not kernels(device):
-            shift = torch.as_tensor(u).to(device).view(rank, rows)
-            v = torch.where(shift < 0, -v, v) - shift
+        v = torch.as_tensor(values, device=device).float() if u is None else restored(values, u, device)
         return (_times(v.T, turn[:, :rank].T * float(step)) * scale).reshape(-1), state
 
     def coded_bytes(self, spec: TensorSpec) -> int:
@@ -176,20 +173,6 @@ class Transform(Lossy):
             return None, step
         share = _water(variance, max(self.error * total - outside, 0.25 * self.error * total))
         return coefficients, float(np.float32(math.sqrt(12 * share * rows.shape[1])))
-
-    def _round(self, coefficients: torch.Tensor, step: float, key: int) -> tuple[_Array, _Array | None]:
-        if not self.unbiased:
-            v = coefficients * (1 / step)
-            return v.round_().clamp_(-(2.0**29), 2.0**29).to(torch.int32).contiguous().cpu().numpy(), None
-        u, bins = _dither(key, coefficients.numel())
-        if native := kernels(coefficients.device):
-            values = np.empty(coefficients.shape, np.int32)
-            native.round_dithered(coefficients.contiguous().view(-1).numpy(), 1 / step, u, values.reshape(-1))
-            return values, bins.reshape(values.shape)
-        shift = torch.as_tensor(u).to(coefficients.device).view(coefficients.shape)
-        q = (coefficients * (1 / step) + shift + 0.5).floor_()
-        q = torch.where(shift < 0, -q, q).clamp_(-(2.0**29), 2.0**29)
-        return q.to(torch.int32).cpu().numpy(), bins.reshape(coefficients.shape)
 
     def _axes(self, rows: torch.Tensor, step: float) -> tuple[bytes, torch.Tensor, int]:
         """(as they are sent, all d of them as columns, how many were sent)."""
@@ -240,7 +223,30 @@ def _divisors(codes: _Array) -> torch.Tensor:
     return reaches()[1::2][torch.as_tensor(codes.astype(np.int64)).clamp(max=126)]
 
 
-def _dither(key: int, count: int) -> tuple[_Array, _Array]:
+def rounded(v: torch.Tensor, step: float, key: int) -> tuple[_Array, _Array]:
+    """floor(v / step + u + 1/2), mirrored where u is negative, and the quarters of |u|: int32 and uint8 like v."""
+    u, bins = dither(key, v.numel())
+    if native := kernels(v.device):
+        values = np.empty(v.shape, np.int32)
+        native.round_dithered(v.contiguous().view(-1).numpy(), 1 / step, u, values.reshape(-1))
+        return values, bins.reshape(v.shape)
+    shift = torch.as_tensor(u, device=v.device).view(v.shape)
+    q = (v * (1 / step) + shift + 0.5).floor_()
+    q = torch.where(shift < 0, -q, q).clamp_(-_MOST, _MOST)
+    return q.to(torch.int32).cpu().numpy(), bins.reshape(v.shape)
+
+
+def restored(values: _Array, u: _Array, device: torch.device) -> torch.Tensor:
+    """v / step, float32: the inverse of `rounded`."""
+    if native := kernels(device):
+        v = torch.empty(values.shape)
+        native.restore(values.reshape(-1), u, v.view(-1).numpy())
+        return v
+    q, shift = torch.as_tensor(values, device=device).float(), torch.as_tensor(u, device=device).view(values.shape)
+    return torch.where(shift < 0, -q, q) - shift
+
+
+def dither(key: int, count: int) -> tuple[_Array, _Array]:
     """(u in (-1/2, 1/2), its quarter): the low halves of the words with counters from 0, then the high ones."""
     if native := kernels(torch.device("cpu")):
         drawn, quarters = np.empty(count, np.float32), np.empty(count, np.uint8)

@@ -21,7 +21,14 @@ from geotrain.corpus import embedded_text
 from .crossings import Crossings
 from .tables import Table, Unavailable
 
-PAIRS = (("identity", "identity"), ("bf16", "bf16"), ("ec-005", "ecm-1"), ("ec-01", "ecm-2"), ("delta2", "ecm-2"))
+PAIRS = (
+    ("identity", "identity"),
+    ("bf16", "bf16"),
+    ("hd4", "ecm-2"),
+    ("ec-01", "ecm-2"),
+    ("ch-004", "ecm-2"),
+    ("delta2", "ecm-2"),
+)
 _CUTS, _TOKENS, _BATCH, _HELD_OUT = (7, 14, 22), 128, 2, 24
 
 

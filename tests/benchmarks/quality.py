@@ -45,35 +45,51 @@ class Result:
         return 4 / (self.forward_bytes + self.backward_bytes)
 
 
+class Learner:
+    """The model, its optimizer and its data."""
+
+    def __init__(self, seed: int, order: int, steps: int) -> None:
+        self.tokens, self._held_out = _text()
+        torch.manual_seed(seed)
+        self.model = Gpt(GptModel(layers=4, hidden=192, heads=6, context=_PLACES), 256)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self._order, self._steps = torch.Generator().manual_seed(order), steps
+
+    def step(self, step: int) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = _LR * min(1.0, (step + 1) / 40) * (1 - step / self._steps)
+        starts = torch.randint(len(self.tokens) - _PLACES - 1, (_BATCH,), generator=self._order)
+        batch = torch.stack([self.tokens[s : s + _PLACES + 1] for s in starts.tolist()])
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = self.model(batch[:, :-1], batch[:, 1:])
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+
+    def held_out_loss(self) -> float:
+        places = range(0, _PART - _PLACES, _PLACES)
+        inputs = torch.cat([self._held_out[:, p : p + _PLACES] for p in places])
+        labels = torch.cat([self._held_out[:, p + 1 : p + 1 + _PLACES] for p in places])
+        with torch.no_grad():
+            pairs = zip(inputs.split(16), labels.split(16), strict=True)
+            return sum(self.model(x, y)[0].item() * len(x) for x, y in pairs) / len(inputs)
+
+
 def train(forward: str, backward: str, seed: int, steps: int) -> Result:
-    train_, held_out = _text()
-    torch.manual_seed(seed)
-    model = Gpt(GptModel(layers=4, hidden=192, heads=6, context=_PLACES), 256)
-    crossings = Crossings([model.blocks[i] for i in range(3)], forward, backward, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    order = torch.Generator().manual_seed(seed)
+    learner = Learner(seed, seed, steps)
+    crossings = Crossings([learner.model.blocks[i] for i in range(3)], forward, backward, seed)
     for step in range(steps):
         crossings.step = step
-        for group in optimizer.param_groups:
-            group["lr"] = _LR * min(1.0, (step + 1) / 40) * (1 - step / steps)
-        starts = torch.randint(len(train_) - _PLACES - 1, (_BATCH,), generator=order)
-        batch = torch.stack([train_[s : s + _PLACES + 1] for s in starts.tolist()])
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = model(batch[:, :-1], batch[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    places = range(0, _PART - _PLACES, _PLACES)
-    inputs = torch.cat([held_out[:, p : p + _PLACES] for p in places])
-    labels = torch.cat([held_out[:, p + 1 : p + 1 + _PLACES] for p in places])
-    with torch.no_grad(), crossings.off():
-        losses = [model(x, y)[0].item() * len(x) for x, y in zip(inputs.split(16), labels.split(16), strict=True)]
+        learner.step(step)
+    with crossings.off():
+        loss = learner.held_out_loss()
     figures = crossings.figures()
     return Result(
-        sum(losses) / len(inputs), figures["forward bytes"], figures["backward bytes"], figures["forward error"],
-        figures["backward error"],
-    )  # fmt: skip
+        loss, figures["forward bytes"], figures["backward bytes"], figures["forward error"], figures["backward error"]
+    )
 
 
 def _text() -> tuple[torch.Tensor, torch.Tensor]:
