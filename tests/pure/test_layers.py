@@ -17,7 +17,7 @@ LAYERS = [
     "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native",
     "codecs.fast", "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy",
     "codecs.entropy", "codecs.sync", "codecs.indices", "codecs.topk", "codecs.sparse", "codecs.delta",
-    "codecs.native_numbers", "codecs.numbers", "codecs.transform", "codecs.ladder",
+    "codecs.native_numbers", "codecs.numbers", "codecs.transform", "codecs.channels", "codecs.delta", "codecs.ladder",
     "codecs", "coding", "opcost",
     "cost", "blocks", "schedule", "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem",
     "planner.price", "planner.tables", "planner.exact", "planner.chain", "planner.bound", "planner.heuristic",
