@@ -16,7 +16,7 @@ LAYERS = [
     "graph.capture", "graph.cut", "graph", "graph.init", "graph.tape", "graph.deferred", "graph.weigh", "codecs.base",
     "codecs.identity", "codecs.lossy", "codecs.noise", "codecs.tiles", "codecs.scales", "codecs.native",
     "codecs.fast", "codecs.rounded", "codecs.hadamard", "codecs.rans", "codecs.models", "codecs.native_entropy",
-    "codecs.entropy", "codecs.sync", "codecs.indices", "codecs.topk", "codecs.sparse", "codecs.delta",
+    "codecs.entropy", "codecs.sync", "codecs.indices", "codecs.topk", "codecs.sparse",
     "codecs.native_numbers", "codecs.numbers", "codecs.transform", "codecs.channels", "codecs.delta", "codecs.ladder",
     "codecs", "coding", "opcost",
     "cost", "blocks", "schedule", "flows", "simulator", "windows", "workload", "planner.memory", "planner.problem",
