@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .graph import capture, seeded
+    from .layout import plan
     from .trainer import Trainer, TrainResult
 
 __version__ = "0.1.0"
-__all__ = ["TrainResult", "Trainer", "capture", "seeded"]
+__all__ = ["TrainResult", "Trainer", "capture", "plan", "seeded"]
 
-_HOMES = {"capture": "graph", "seeded": "graph", "Trainer": "trainer", "TrainResult": "trainer"}
+_HOMES = {"capture": "graph", "plan": "layout", "seeded": "graph", "Trainer": "trainer", "TrainResult": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from . import planner, protocol, schedule
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import RAW, Rung
+from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung
 from .config import JobConfig
 from .errors import PlanError
 from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
@@ -112,3 +112,8 @@ def handover(
     return moves, {
         peer: tuple(protocol.Gift(name, tuple(to)) for name, to in given.items()) for peer, given in gifts.items()
     }
+
+
+def plan(graph: OpGraph, peers: Sequence[Peer], links: Sequence[Link], job: JobConfig) -> Plan:
+    """Who runs what, for a job, with the codecs' default costs. Raises `PlanError` if nothing fits."""
+    return lay_out(job, graph, peers, 1, None, links, forward=FORWARD, backward=BACKWARD).plan

@@ -8,7 +8,8 @@ score best are cut exactly (`chain`), and few peers get the exact search with so
 The effort is counted in rounds, not in seconds: the same input gives the same plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,9 @@ MOST_PEERS = 384
 
 STARTS = (1.0, 1.06, 1.15, 1.3, 1.6)
 """First paths are made for these multiples of the least period that one can be made for."""
+
+Make = Callable[..., list[int]]
+"""From the place of the best score, the changed path."""
 
 GRID = np.geomspace(0.86, 1.3, 40)
 SHORT = 1e6
@@ -276,9 +280,10 @@ class _Space:
         post = np.concatenate([np.maximum.accumulate(floor[::-1])[::-1], [0.0]])
         caps, busy = self.caps[here].sum(axis=0), self.busy[here].sum(axis=0)
         outside = np.setdiff1d(np.arange(n), here, assume_unique=False)
-        best, change = score * (1 - 1e-9), None
+        best = score * (1 - 1e-9)
+        change: tuple[Make, Any] | None = None
 
-        def consider(value: Floats, make: "object") -> None:
+        def consider(value: Floats, make: Make) -> None:
             nonlocal best, change
             if value.size and float(value.min()) < best:
                 best = float(value.min())
@@ -329,11 +334,11 @@ class _Space:
         if change is None:
             return None
         make, at = change
-        return make(*map(int, at))  # type: ignore[operator]
+        return make(*map(int, at))
 
     def _rearrange(
         self, path: list[int], here: Ints, links: float, floor: Floats, edge: Floats, caps: Floats, busy: Floats,
-        consider: "object",
+        consider: Callable[[Floats, Make], None],
     ) -> None:  # fmt: skip
         """Reversals of stretches i..j, and moves of stretches of up to three peers."""
         k = len(path)
@@ -352,7 +357,7 @@ class _Space:
             inside[a, a + 1 :] = np.maximum.accumulate(floor[a:])
         slowest = np.maximum(np.maximum(pre[i], post[j + 1]), inside[i, j])
         slowest = np.maximum(slowest, np.maximum(self.floor[left, here[j]], self.floor[here[i], right]))
-        consider(  # type: ignore[operator]
+        consider(
             self.many * np.maximum(slowest, period) + fill + total,
             lambda m: [*path[: i[m]], *path[i[m] : j[m] + 1][::-1], *path[j[m] + 1 :]],
         )
@@ -379,4 +384,4 @@ class _Space:
                 return others[:at] + path[s : s + length] + others[at:]
 
             value = self.many * np.maximum(slow, period) + fill + gone[:, None] - around + enter + leave
-            consider(value, moved)  # type: ignore[operator]
+            consider(value, moved)

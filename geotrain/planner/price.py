@@ -133,8 +133,10 @@ class _Flows:
         stops = [home, *sorted({stage(place) for place in route.readers} - {home})]
         if len(stops) < 2:
             return
-        ahead = [_size(problem.forward[i].bytes_per_element if i else None, route, route.forward_bytes) for i in f]
-        back = [_size(problem.backward[i].bytes_per_element if i else None, route, route.backward_bytes) for i in g]
+        ahead = [_size(problem.forward[int(i)].bytes_per_element if i else None, route, route.forward_bytes) for i in f]
+        back = [
+            _size(problem.backward[int(i)].bytes_per_element if i else None, route, route.backward_bytes) for i in g
+        ]
         if not route.once:
             for k in range(home, stops[-1]):
                 flow[k, k + 1] -= ahead[k]

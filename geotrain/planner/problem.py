@@ -137,7 +137,8 @@ class Problem:
     def pair_cost(self) -> Floats:
         """(P,): log(1 + cost) of both directions together."""
         return np.array(
-            [np.log1p(self.forward[f].cost) + np.log1p(self.backward[g].cost) for f, g in self.pairs], np.float64
+            [np.log1p(self.forward[int(f)].cost) + np.log1p(self.backward[int(g)].cost) for f, g in self.pairs],
+            np.float64,
         )
 
     @cached_property
@@ -204,7 +205,7 @@ class Problem:
         ids = np.asarray(peers, np.intp)
         return replace(
             self,
-            names=tuple(self.names[i] for i in ids),
+            names=tuple(self.names[int(i)] for i in ids),
             kind=self.kind[ids],
             speed=self.speed[ids],
             memory=self.memory[ids],

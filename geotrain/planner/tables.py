@@ -24,8 +24,8 @@ class Tables:
         ids = np.arange(n)
         self.rate: Floats = net.rates(ids[:, None], ids[None, :])
         self.latency: Floats = net.latencies(ids[:, None], ids[None, :])
-        self.seconds: Floats = np.stack([problem.seconds(i) for i in ids])
-        self.again: Floats = np.stack([problem.again_seconds(i) for i in ids])
+        self.seconds: Floats = np.stack([problem.seconds(i) for i in range(n)])
+        self.again: Floats = np.stack([problem.again_seconds(i) for i in range(n)])
         _, first, same = np.unique(problem.memory, return_index=True, return_inverse=True)
         self.plain: Floats = np.stack([problem.max_windows(int(i), False) for i in first])[same]
         self.recompute: Floats = np.stack([problem.max_windows(int(i), True) for i in first])[same]
