@@ -1,3 +1,4 @@
+# pyright: basic
 """A good plan for many peers: local search over paths of peers, then exact cuts. Pure.
 
 A path is scored without cutting it: at each period of a grid around the one in mind, a peer can carry `caps`, so the

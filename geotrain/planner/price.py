@@ -83,7 +83,7 @@ def price(problem: Problem, order: Sequence[int], cuts: Sequence[int], codecs: P
     where = int(np.argmax(loads[what]))
     if period > float(max(loads[what], default=0.0)) * (1 + 1e-9):
         what, where = "window", 0
-    step = (problem.microbatches - 1) * period + fill + flows.once
+    step = (problem.microbatches - 1) * period + fill + flows.once if np.isfinite(period) else np.inf
     return Price(
         step, period, fill, flows.once, float(np.expm1(logs)), (what, where), seconds, flows.forward, flows.backward,
         flows.out, flows.into, windows, again, memory, flows.forward_bytes, flows.backward_bytes,
