@@ -254,7 +254,7 @@ class Sweep:
                 if option is not None:
                     one = option[0][p, pair] + through
                     total = np.minimum(total, np.where(one <= option[1][p][:, None], one, np.inf))
-            q, after = divmod(int(np.abs(total - value).argmin()), total.shape[1])
+            q, after = divmod(int(np.abs(total - value).argmin()), through.shape[-1])
             peer = int(onward[:, q, after].argmin())
             value = float(values[row, peer, q, after])
             p, pair = q, after

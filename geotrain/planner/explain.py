@@ -78,7 +78,7 @@ def _left_out(problem: Problem, best: Found, stages: int | None) -> list[str]:
     out = sorted(set(range(problem.size)) - set(best.order))
     if not out:
         return []
-    caps = Capacity(problem).caps([best.price.period_seconds, np.inf])
+    caps = Capacity(problem).caps(np.array([best.price.period_seconds, np.inf]))
     fastest = float(problem.speed[list(best.order)].min())
     step = duration(best.price.step_seconds)
     notes: list[str] = []
