@@ -79,7 +79,8 @@ class Capacity:
         """(N, periods): the most work that a stage can do in that time and the peer's memory."""
         problem, work, times = self.problem, self.problem.work[0], np.atleast_1d(periods) * (1 + 1e-9)
         best = np.zeros((problem.size, len(times)))
-        for kind, until in enumerate(problem.work):
+        for kind in range(len(problem.work)):
+            until: Floats = problem.work[kind]
             some = np.flatnonzero(problem.kind == kind)
             room, reach = problem.speed[some, None] * times, self.reach[some]
             made = np.zeros_like(room)
