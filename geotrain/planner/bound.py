@@ -85,7 +85,8 @@ class Capacity:
             room, reach = problem.speed[some, None] * times, self.reach[some]
             made = np.zeros_like(room)
             for p in range(problem.borders - 1):
-                end = np.minimum(np.searchsorted(until, until[p] + room, side="right") - 1, reach[:, [p]])
+                place: Ints = np.asarray(np.searchsorted(until, until[p] + room, side="right"), np.intp)
+                end = np.minimum(place - 1, reach[:, [p]])
                 np.maximum(made, work[end] - work[p], out=made)
             best[some] = made
         return best
