@@ -4,7 +4,7 @@ Only values that a gradient flows back through are compressed with loss. Paramet
 small tensors and integers travel as they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,6 @@ FLOATS = ("float32", "bfloat16", "float16")
 SAMPLED = 16
 """One message of so many is decoded again by its sender, to see what the codec does to it."""
 
-Rows = Callable[[int, int], tuple[int, ...]]
-"""(step, microbatch) -> the samples in it, by number; empty if they are not known."""
-
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
@@ -37,9 +34,14 @@ class Codecs:
     backward: str = "identity"
 
 
+def compressible(spec: TensorSpec) -> bool:
+    """Whether a codec may be worth it, for a value that may be compressed at all."""
+    return spec.dtype in FLOATS and spec.nbytes >= SMALL_BYTES
+
+
 def choose(codecs: Codecs, direction: Direction, spec: TensorSpec, lossy: bool) -> str:
     """The codec of a message. `lossy`: a gradient flows back through the value, and it is no shared parameter."""
-    if not lossy or spec.dtype not in FLOATS or spec.nbytes < SMALL_BYTES:
+    if not lossy or not compressible(spec):
         return "identity"
     return codecs.forward if direction == "F" else codecs.backward
 
@@ -47,8 +49,7 @@ def choose(codecs: Codecs, direction: Direction, spec: TensorSpec, lossy: bool) 
 class States:
     """The states of one side's codecs, by codec, direction and value."""
 
-    def __init__(self, side: str) -> None:
-        self._side = side
+    def __init__(self) -> None:
         self._states: dict[tuple[str, str, str], State] = {}
 
     def get(self, codec: str, key: FrameKey, spec: TensorSpec) -> State:
@@ -60,36 +61,16 @@ class States:
     def set(self, codec: str, key: FrameKey, state: State) -> None:
         self._states[codec, key.direction, key.value] = state
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All states as named tensors, to be saved or moved with the stage."""
-        return {
-            "/".join(("codec", self._side, *name, field)): tensor
-            for name, state in self._states.items()
-            for field, tensor in state.items()
-        }
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`; what belongs to another side is passed over."""
-        states: dict[tuple[str, str, str], dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            _, side, codec, direction, rest = name.split("/", 4)
-            if side == self._side:
-                value, _, field = rest.rpartition("/")
-                states.setdefault((codec, direction, value), {})[field] = tensor
-        self._states.update(states)
-
 
 class Encoder:
     """What one stage sends. Not safe for two threads at once, and keeps the order of messages."""
 
-    def __init__(
-        self, stage: StageGraph, codecs: Codecs, *, seed: int, clock: Callable[[], float], rows: Rows | None = None
-    ) -> None:
+    def __init__(self, stage: StageGraph, codecs: Codecs, *, seed: int, clock: Callable[[], float]) -> None:
         self._lossy = {("F", s.value) for s in stage.sends if s.grad and not s.once}
         self._lossy |= {("B", r.value) for r in stage.receives if r.grad and not r.once}
         self.codecs = codecs
-        self.states = States("out")
-        self._seed, self._clock, self._rows = seed, clock, rows or _unknown
+        self.states = States()
+        self._seed, self._clock = seed, clock
         self._uses: dict[tuple[str, str], CodecUse] = {}
 
     def codec_for(self, key: FrameKey, tensor: Tensor) -> str:
@@ -105,7 +86,7 @@ class Encoder:
             payload, seconds = raw(tensor), 0.0
         else:
             start_s = self._clock()
-            message = _message(self._seed, key, self._rows)
+            message = Message(message_key(self._seed, key))
             before = self.states.get(codec, key, spec)
             payload, state = get_codec(codec).encode(tensor, before, message)
             self.states.set(codec, key, state)
@@ -148,9 +129,9 @@ class Encoder:
 class Decoder:
     """What one stage receives. Not safe for two threads at once."""
 
-    def __init__(self, device: torch.device, *, seed: int, rows: Rows | None = None) -> None:
-        self.states = States("in")
-        self._device, self._seed, self._rows = device, seed, rows or _unknown
+    def __init__(self, device: torch.device, *, seed: int) -> None:
+        self.states = States()
+        self._device, self._seed = device, seed
 
     def decode(self, frame: Frame) -> Tensor | None:
         """The tensor of a frame, None if it is absent. Raises `RemoteProtocolError` for a payload of no sense."""
@@ -160,7 +141,7 @@ class Decoder:
         if frame.codec == "identity":
             return from_raw(payload, frame.spec, self._device)
         state = self.states.get(frame.codec, frame.key, frame.spec)
-        message = _message(self._seed, frame.key, self._rows)
+        message = Message(message_key(self._seed, frame.key))
         tensor, state = get_codec(frame.codec).decode(payload, frame.spec, self._device, state, message)
         self.states.set(frame.codec, frame.key, state)
         return tensor
@@ -174,11 +155,3 @@ def raw_frame(key: FrameKey, tensor: Tensor) -> Frame:
 def absent(key: FrameKey) -> Frame:
     """The frame that says that there is no tensor."""
     return Frame(key, "identity", TensorSpec((), "float32"), [], absent=True)
-
-
-def _message(seed: int, key: FrameKey, rows: Rows) -> Message:
-    return Message(message_key(seed, key), rows(key.step, key.microbatch))
-
-
-def _unknown(step: int, microbatch: int) -> tuple[int, ...]:
-    return ()

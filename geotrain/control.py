@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from . import events, protocol
 from .base import COORDINATOR, Plan, StageReport
+from .replan import change
 from .runstate import (
     Adopt,
     Broken,
@@ -216,7 +217,7 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         after = "interrupted"
     elif any(state.members[stage.peer].leaving for stage in plan.stages):
         after = "replan"
-    elif state.switch is not None and not _only_codecs(plan, state.switch.plan):
+    elif state.switch is not None and change(plan, state.switch.plan) in ("windows", "layers"):
         after = "move"
     else:
         after = None
@@ -252,15 +253,6 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         *adopted,
     ]
     return _then(_drained(state, now_s), *commands)
-
-
-def _only_codecs(old: Plan, new: Plan) -> bool:
-    """Whether stages can go over from one plan to the other without moving."""
-
-    def rest(plan: Plan) -> list[tuple[object, ...]]:
-        return [(s.peer, s.first_op, s.end_op, s.window, s.recompute) for s in plan.stages]
-
-    return rest(old) == rest(new)
 
 
 def _try(state: State, instructions: list[protocol.Instruction]) -> State:

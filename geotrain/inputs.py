@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from torch import Tensor
 
 from .base import Direction, Frame, FrameKey, TensorSpec
-from .codecs.identity import raw
+from .coding import raw_frame
 from .data import Source
 from .errors import DataError, PeerLost
 from .graph.serial import tensor_spec
@@ -89,8 +89,6 @@ class Feeder:
         sends: list[Awaitable[object]] = []
         for name, peers in readers.items():
             self._check(name, batch)
-            payload = raw(batch[name])
-            frame_key = FrameKey(key.epoch, key.step, key.microbatch, name, direction)
-            frame = Frame(frame_key, "identity", tensor_spec(batch[name]), payload)
+            frame = raw_frame(FrameKey(key.epoch, key.step, key.microbatch, name, direction), batch[name])
             sends += [self._send(peer, frame) for peer in peers]
         await asyncio.gather(*sends)

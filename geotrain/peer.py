@@ -36,7 +36,7 @@ from .loops import run
 from .machine import allocate_tightly, free_memory_bytes, kind, measured_flops_per_s, pick_device
 from .probe import measure
 from .stagethread import Held, Machine, StageThread, one_line
-from .survey import LONG_BYTES, VALUE, Survey, frame_of
+from .survey import LONG_BYTES, VALUE, Survey, frame_of, is_test
 from .topology import Topology
 from .transfers import plain
 from .transports.base import Admit
@@ -283,7 +283,7 @@ class PeerProcess:
 
     def _on_lost(self, name: str, reason: str) -> None:
         if self._survey is not None:
-            self._survey.on_lost(name)
+            self._survey.done_with(name)
         if self._stage is not None and name in (*self._names, COORDINATOR):
             self._loop.call_later(_LINK_GRACE_S, self._still_lost, self._stage.epoch, name, reason)
 
@@ -409,8 +409,7 @@ def _or_test(epoch: int, admit: Admit) -> Admit:
     """Admits test frames, too; they are timed and thrown away."""
 
     def check(src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool) -> None:
-        test = (epoch, "M", VALUE, "identity", TensorSpec((nbytes,), "uint8"))
-        if (key.epoch, key.direction, key.value, codec, spec) != test or nbytes > LONG_BYTES:
+        if not is_test(epoch, key, codec, spec, nbytes):
             admit(src, key, codec, spec, nbytes, absent)
 
     return check

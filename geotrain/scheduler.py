@@ -5,7 +5,7 @@ is asked again, with the figures of today; the run goes over to another plan whe
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
@@ -15,7 +15,7 @@ from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
 from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung
 from .config import JobConfig
-from .cost import stage_cost
+from .cost import CostTable
 from .errors import PlanError
 from .graph import OpGraph, to_bytes
 from .layout import Layout, lay_out
@@ -64,6 +64,7 @@ class Scheduler:
         self._job, self._graph = job, graph
         self._book = LinkBook()
         self._profiles: dict[str, Profile] = {}
+        self._costs = CostModel(graph)
         self._speeds: dict[str, deque[float]] = {}
         self._idle_speeds: dict[str, float] = {}
         self._codecs: dict[str, CodecUse] = {}
@@ -91,8 +92,10 @@ class Scheduler:
 
     def measured(self, peer: Peer, kind: str, flops_per_s: float, times: Sequence[BlockTime]) -> None:
         """What came of `to_measure`. A peer that answers something else is not believed."""
+        if flops_per_s <= 0:
+            return  # it was not asked
         found = to_measure(self._graph, peer)
-        if flops_per_s > 0 and len(times) == len(found):
+        if len(times) == len(found):
             by_signature = {block.signature: time for block, time in zip(found, times, strict=True)}
             self._profiles[kind] = Profile(flops_per_s, by_signature)
 
@@ -183,9 +186,10 @@ class Scheduler:
         }
         commit_s = median(self._overheads) if self._overheads else 0.0
         links = tuple(self._book.links([peer.name for peer in peers], now_s))
-        costs = CostModel(self._graph, kinds, profiles)
+        if (kinds, profiles) != (self._costs.kinds, self._costs.profiles):
+            self._costs = CostModel(self._graph, kinds, profiles)
         ladders = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
-        return Question(peers, links, costs, seconds, commit_s, *ladders)
+        return Question(peers, links, self._costs, seconds, commit_s, *ladders)
 
     def _ladder(self, rungs: Sequence[Rung], seconds: Seconds) -> tuple[Rung, ...]:
         """What this job knows of codecs: their seconds as far as they were used, their costs as far as they were
@@ -222,7 +226,7 @@ class Scheduler:
             return Found(None, f"no other plan: {error}")
         if cost > budget * (1 + 1e-9):
             return Found(proposed, f"the codecs cost {cost:.1%} more steps, and may cost {budget:.1%}")
-        moves = replan.transfers(current, proposed.plan, self._state_bytes)
+        moves = replan.transfers(current, proposed.plan, self._state_bytes(current, proposed.plan))
         up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
         down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
         verdict = replan.decide(
@@ -247,10 +251,17 @@ class Scheduler:
         seen = self._speeds.get(peer.name)
         return median(seen) if seen else self._idle_speeds.get(peer.name, peer.flops_per_s)
 
-    def _state_bytes(self, first_op: int, end_op: int) -> int:
+    def _state_bytes(self, *plans: Plan) -> Callable[[int, int], int]:
+        """What a stage between borders of these plans keeps from step to step."""
         train = self._job.train
-        cost = stage_cost(self._graph, first_op, end_op, train.optimizer, train.momentum)
-        return cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
+        points = sorted({op for plan in plans for s in plan.stages for op in (s.first_op, s.end_op)})
+        table = CostTable(self._graph, points, train.optimizer, train.momentum)
+
+        def state_bytes(first_op: int, end_op: int) -> int:
+            cost = table.stage(points.index(first_op), points.index(end_op))
+            return cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
+
+        return state_bytes
 
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:

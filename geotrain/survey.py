@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from .base import Frame, FrameKey, LinkUse, TensorSpec
-from .codecs.identity import raw
+from .coding import raw_frame
 from .errors import PeerLost, RemoteProtocolError
 from .transports.base import Transport
 
@@ -32,8 +32,13 @@ _END = 2
 def frame_of(epoch: int, number: int, nbytes: int) -> Frame:
     """A test frame."""
     noise = torch.randint(256, (nbytes,), dtype=torch.uint8)  # nothing on the way can shorten it
-    key = FrameKey(epoch, 0, number, VALUE, "M")
-    return Frame(key, "identity", TensorSpec((nbytes,), "uint8"), list(raw(noise)))
+    return raw_frame(FrameKey(epoch, 0, number, VALUE, "M"), noise)
+
+
+def is_test(epoch: int, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int) -> bool:
+    """Whether a frame is one that `frame_of` makes, of any number, as far as its header tells."""
+    right = (key.epoch, key.direction, key.value, codec, spec)
+    return right == (epoch, "M", VALUE, "identity", TensorSpec((nbytes,), "uint8")) and nbytes <= LONG_BYTES
 
 
 class Survey:
@@ -61,11 +66,10 @@ class Survey:
 
     def on_frame(self, src: str, frame: Frame) -> None:
         if frame.key.microbatch == _END:
-            self._awaited.discard(src)
-            if not self._awaited:
-                self._done.set()
+            self.done_with(src)
 
-    def on_lost(self, name: str) -> None:
+    def done_with(self, name: str) -> None:
+        """Nothing more comes from a peer: it has sent all, or is lost."""
         self._awaited.discard(name)
         if not self._awaited:
             self._done.set()
@@ -78,13 +82,12 @@ class Survey:
                 await self._send(name, 1, LONG_BYTES)
             await self._send(name, _END, 0)
         except PeerLost:
-            self.on_lost(name)
+            self.done_with(name)
 
     async def _send(self, name: str, number: int, nbytes: int) -> None:
         await self._transport.send(name, frame_of(self.epoch, number, nbytes))
 
     def _check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
         sizes = {0: SHORT_BYTES, 1: LONG_BYTES, _END: 0}
-        right = key.epoch == self.epoch and (key.value, key.direction, codec) == (VALUE, "M", "identity")
-        if not right or nbytes != sizes.get(key.microbatch) or spec != TensorSpec((nbytes,), "uint8"):
+        if not is_test(self.epoch, key, codec, spec, nbytes) or nbytes != sizes.get(key.microbatch):
             raise RemoteProtocolError(f"{src} sends something else where a test frame belongs")

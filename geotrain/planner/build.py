@@ -10,7 +10,7 @@ from ..base import ITEM_BYTES, Link, Peer
 from ..blocks import NARROW, CostModel
 from ..codecs import get_codec
 from ..codecs.ladder import RAW, Rung
-from ..coding import FLOATS, SMALL_BYTES
+from ..coding import compressible
 from ..cost import CostTable
 from ..errors import PlanError
 from ..graph import OpGraph, boundary_bytes, candidate_cuts
@@ -162,7 +162,7 @@ def _crossing(graph: OpGraph) -> list[Sent]:
 
 def _lossy(graph: OpGraph, name: str) -> bool:
     value = graph.values[name]
-    return value.requires_grad and value.spec.dtype in FLOATS and value.spec.nbytes >= SMALL_BYTES
+    return value.requires_grad and compressible(value.spec)
 
 
 def _elements(graph: OpGraph, sent: Sequence[Sent], points: Sequence[int]) -> tuple[Floats, Floats, Floats]:

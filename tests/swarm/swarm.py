@@ -107,9 +107,9 @@ def coordinator(folder: Path, job, *, seconds=0.0, **options):
     )  # fmt: skip
 
 
-def plain_loop(job):
+def plain_loop(job, module=None, data=None):
     """(losses, state dict, gradients of the last step) of one process without geotrain."""
-    module, data, losses, gradients = net(), source(), [], {}
+    module, data, losses, gradients = module or net(), data or source(), [], {}
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = optim.build(parameters, job.train)
     for step in range(job.train.steps):

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from geotrain import config, events, loops, optim
+from geotrain import config, events, loops
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
 from geotrain.facts import Recorder
-from geotrain.graph import capture, seeded
+from geotrain.graph import capture
 from geotrain.local import LocalPeer, LocalPeers, TopologyFile, train_with
 from geotrain.weights import WeightStore, save_module
 
+from . import swarm
 from .test_run import of
 
 MICROBATCHES, ROWS, WIDTH = 4, 48, 256
@@ -57,25 +58,6 @@ def network(slow=(), duty=None):
     return "\n".join(lines)
 
 
-def plain_losses(job):
-    module, data, losses = net(), source(), []
-    parameters = dict(module.named_parameters())
-    optimizer = optim.build(parameters, job.train)
-    for step in range(job.train.steps):
-        total = 0.0
-        for i in range(MICROBATCHES):
-            with seeded(job.run.seed, step, i):
-                loss = module(**data.train(step, i))
-            (loss / MICROBATCHES).backward()
-            total += loss.item()
-        losses.append(total / MICROBATCHES)
-        nn.utils.clip_grad_norm_(parameters.values(), job.train.clip_norm)
-        optim.set_lr(optimizer, optim.lr_at(step, job.train))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def run(folder, steps, during):
     """Trains on two of three peers; `during(file, seen)` changes the network meanwhile. Returns (losses, events)."""
     torch.set_num_threads(1)
@@ -107,7 +89,7 @@ def run(folder, steps, during):
             weights=WeightStore(folder / "weights"), on_event=on_event, wait_s=120.0,
         )  # fmt: skip
         result = loops.run(asyncio.wait_for(whole(coordinator, processes), 200))
-    assert result.losses == plain_losses(job)  # whatever happened
+    assert result.losses == swarm.plain_loop(job, net(), source())[0]  # whatever happened
     return result, seen
 
 
