@@ -48,6 +48,13 @@ def there_and_back(codec: Codec, x: torch.Tensor, key: int = 1) -> torch.Tensor:
     return decode(codec, encode(codec, x, key)[0], x, key)
 
 
+def in_rows(codec: Codec, x: torch.Tensor, key: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sent and what is wrong with what comes, in memory order, in rows of so many; zeros fill the last one."""
+    flat, back = pack(x).double(), pack(there_and_back(codec, x, key)).double()
+    rows, errors = (torch.nn.functional.pad(t, (0, -len(flat) % width)).view(-1, width) for t in (flat, back - flat))
+    return rows, errors
+
+
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: tuple[str, ...] = FLOATS) -> torch.Tensor:
     """Finite, of any shape, dtype, layout and scale; with outliers, zero rows, denormals."""
@@ -207,10 +214,8 @@ def test_error_of_a_block(name: str, typical: float, most: float) -> None:
     def check(x: torch.Tensor, key: int) -> None:
         if x.numel() == 0:
             return
-        flat, back = pack(x).double(), pack(there_and_back(codec, x, key)).double()
-        fill = -len(flat) % 64
-        blocks, errors = (torch.nn.functional.pad(t, (0, fill)).view(-1, 64) for t in (flat, back - flat))
-        lost = max(flat.abs().max() * 2**-20, 2.0**-134)
+        blocks, errors = in_rows(codec, x, key, 64)
+        lost = max(blocks.abs().max() * 2**-20, 2.0**-134)
         assert (errors.square().sum(1) <= 1.001 * most * blocks.square().sum(1) + 64 * lost**2).all()
 
     check()
@@ -229,16 +234,14 @@ def test_error_of_entropy_coding(codec: Entropy) -> None:
     def check(x: torch.Tensor, key: int) -> None:
         if x.numel() == 0:
             return
-        flat, back = pack(x).double(), pack(there_and_back(codec, x, key)).double()
-        fill = -len(flat) % 64
-        blocks, errors = (torch.nn.functional.pad(t, (0, fill)).view(-1, 64) for t in (flat, back - flat))
+        blocks, errors = in_rows(codec, x, key, 64)
         power = blocks.square().sum(1, keepdim=True)
         width = tensor_spec(x).packed.shape[-1] if x.dim() else 1
         groups = power.view(1 if codec.whole else -1, len(power) if codec.whole else max(width // 64, 1)
                             if width % 64 == 0 else 1)  # fmt: skip
         fair = (groups.mean(1, keepdim=True) * 12 * 1.3 * codec.error).expand(groups.shape).reshape(-1)
         allowed = torch.maximum(fair, power[:, 0] / 64 * 1.25)
-        lost = max(flat.abs().max() * 2**-20, 2.0**-134)
+        lost = max(blocks.abs().max() * 2**-20, 2.0**-134)
         assert (errors.square().sum(1) <= allowed / 4 + 64 * lost**2).all()
 
     check()
@@ -283,11 +286,10 @@ def test_entropy_coding_gains_on_rotated_bits() -> None:
 def test_error_of_int8(x: torch.Tensor, key: int) -> None:
     if x.numel() == 0:
         return
-    flat, back = pack(x).double(), pack(there_and_back(get_codec("int8"), x, key)).double()
     width = tensor_spec(x).packed.shape[-1] if x.dim() else 1
     width = width if width >= 32 else 64
-    rows, errors = (torch.nn.functional.pad(t, (0, -len(flat) % width)).view(-1, width) for t in (flat, back - flat))
-    lost = max(flat.abs().max() * 2**-100, 2.0**-149)
+    rows, errors = in_rows(get_codec("int8"), x, key, width)
+    lost = max(rows.abs().max() * 2**-100, 2.0**-149)
     assert (errors.abs() <= rows.abs().amax(1, keepdim=True) / 252 + lost).all()
 
 
