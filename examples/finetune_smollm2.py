@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    options.runs = options.runs.absolute()  # what a run folder keeps is read from anywhere
     count = write_data(options.runs / "docstrings.jsonl")
     print(f"{count} questions and answers in {options.runs / 'docstrings.jsonl'}")
     if options.data_only:

@@ -49,6 +49,7 @@ class Recorder:
         self._steps: dict[int, events.StepCommitted] = {}  # without their stages
         self._recent: deque[events.StepCommitted] = deque(maxlen=_KEPT_STEPS)
         self._planned: events.Planned | None = None
+        self._plans = 0
         self._held_out: dict[int, float] = {}
         self._peers: dict[str, _PeerFacts] = {}
         self._links: dict[tuple[str, str], _LinkFacts] = {}
@@ -67,6 +68,7 @@ class Recorder:
                 self._peers[name] = _PeerFacts(flops_per_s, memory_bytes, duty)
             case events.Planned():
                 self._planned = event
+                self._plans += 1
                 if event.reason:
                     self._log.append(f"another plan after step {max(self._steps, default=0)}: {event.reason}")
             case events.Tried(step, error, _, cost, budget):
@@ -75,10 +77,10 @@ class Recorder:
                 )
             case events.Considered(step, reason):
                 self._log.append(f"the plan stays after step {step}: {reason}")
-            case events.Prepared(epoch, step):
+            case events.Prepared(_, step):
                 self._steps = {done: row for done, row in self._steps.items() if done <= step}
                 self._recent.clear()
-                self._log.append(f"plan {epoch} starts at step {step}")
+                self._log.append(f"plan {self._plans} starts at step {step}")
             case events.StepCommitted():
                 self._committed(event)
             case events.Evaluated(step, loss):

@@ -74,6 +74,7 @@ class Status:
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     peers: dict[str, PeerStatus] = field(default_factory=dict)
     message: str = "starting"
+    plans: int = 0
     predicted_s: float = 0.0
     bottleneck: str = ""
     links: dict[tuple[str, str], LinkStatus] = field(default_factory=dict[tuple[str, str], LinkStatus])
@@ -119,6 +120,7 @@ class Status:
                 pass
 
     def _planned(self, event: events.Planned) -> None:
+        self.plans += 1
         self.parameters, self.message = event.parameters, "peers load their weights"
         self.predicted_s, self.bottleneck = event.predicted_s, event.bottleneck
         if event.reason:
@@ -307,9 +309,9 @@ class PlainView:
                 )
                 why = f"; because {reason}" if reason else ""
                 step = f"; a step should take {duration(event.predicted_s)}" if event.predicted_s else ""
-                return f"plan {plan.epoch} for {count(parameters)} parameters: {stages}{step}{why}"
-            case events.Prepared(epoch, step):
-                return f"training starts at step {step} with plan {epoch}"
+                return f"plan {status.plans} for {count(parameters)} parameters: {stages}{step}{why}"
+            case events.Prepared(_, step):
+                return f"training starts at step {step} with plan {status.plans}"
             case events.StepCommitted():
                 return self._step_line(event)
             case events.Evaluated(step, loss):

@@ -41,7 +41,7 @@ def localize(job: JobConfig, run_folder: Path) -> JobConfig:
         path = _from_package(config.path.removeprefix(PACKAGE))
     if path.suffix == ".gguf":
         path = _from_gguf(path, config.dtype, run_folder / MODEL)
-    return job.model_copy(update={"model": config.model_copy(update={"path": str(path)})})
+    return job.model_copy(update={"model": config.model_copy(update={"path": str(path.absolute())})})
 
 
 def own_name(name: str) -> str:
