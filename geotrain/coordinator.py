@@ -324,6 +324,8 @@ class Coordinator:
                 set_best(self.run_dir, step, loss)
             case runstate.Emit(event):
                 self._emit(event)
+                if isinstance(event, events.Prepared):
+                    self._scheduler.prepared(time.monotonic())
                 if isinstance(event, events.StepCommitted):
                     self._committed(event)
             case runstate.Finish():

@@ -4,10 +4,10 @@ A plan begins with what a survey said and goes on with what the steps say. Where
 is asked again, with the figures of today; the run goes over to another plan where that is worth its cost.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from statistics import median
 
 from . import events, replan
@@ -74,6 +74,7 @@ class Scheduler:
         self._predicted: dict[str, float] = {}
         self._plan_peers: dict[str, Peer] = {}
         self._step_s = self._probed_s = 0.0
+        self._preparing_s = math.inf
         self._trials: dict[int, Trial] = {}
         self._cost_factor = 1.0
 
@@ -130,6 +131,11 @@ class Scheduler:
         self._watch = replan.Watch(replan.expected(timeline, question.links))
         self._predicted = {stage.peer: stage.forward_s + stage.backward_s for stage in timeline.workload.stages}
         return timeline
+
+    def prepared(self, now_s: float) -> None:
+        """All stages of the plan that began last are ready: so long, at most, the run stands still for another one."""
+        self._preparing_s = min(self._preparing_s, now_s - self._step_s)
+        self._step_s = now_s
 
     def committed(self, event: events.StepCommitted, now_s: float) -> tuple[replan.Deviation, ...]:
         """A step is over: what is not as planned any more."""
@@ -232,7 +238,7 @@ class Scheduler:
         verdict = replan.decide(
             current, proposed.plan, now_s=self._simulated(layout, question).step_seconds,
             proposed_s=self._simulated(proposed, question).step_seconds, steps_left=steps_left,
-            copy_s=replan.copy_seconds(moves, question.links, up, down), border_s=question.commit_s, background=False,
+            copy_s=replan.copy_seconds(moves, question.links, up, down), border_s=self._preparing_s, background=False,
             because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Switch):
@@ -269,4 +275,4 @@ def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> 
     costs = {"F": {r.codec: r.cost for r in forward}, "B": {r.codec: r.cost for r in backward}}
     factors = [1 + costs["F"].get(stage.codec_forward, 0.0) for stage in plan.stages[:-1]]
     factors += [1 + costs["B"].get(stage.codec_backward, 0.0) for stage in plan.stages[1:]]
-    return prod(factors) - 1
+    return math.prod(factors) - 1

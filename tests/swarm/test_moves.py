@@ -76,7 +76,7 @@ def test_a_peer_killed_while_its_state_moves_costs_steps_and_nothing_else(tmp_pa
 
 
 def test_codecs_change_between_steps(tmp_path):
-    job = swarm.job(steps=8, peers=2)
+    job = swarm.job(steps=12, peers=2)
 
     async def change(runner, processes, seen):
         for steps, codec in ((2, "int8"), (4, "bf16"), (6, "identity")):
