@@ -375,8 +375,8 @@ class CompressionConfig(Section):
     """[compression]: what crosses the links."""
 
     max_loss_increase: Annotated[float, Field(ge=0, le=0.5)] = 0.01
-    """How much worse the training may get, as the fraction of steps more that the same loss takes. Links that do not
-    hold the run up are not compressed. 0: nothing is, and the run equals one process to the last bit."""
+    """How much higher the held-out loss may be after equal steps, as a fraction. Links that do not hold the run up are
+    not compressed. 0: nothing is, and the run equals one process to the last bit."""
 
 
 class EvaluateConfig(Section):

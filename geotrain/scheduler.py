@@ -13,7 +13,7 @@ from statistics import median
 from . import events, replan
 from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
-from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung
+from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung, extra_steps
 from .config import JobConfig
 from .cost import CostTable
 from .errors import PlanError
@@ -114,7 +114,7 @@ class Scheduler:
         expected = plan_cost(self._layout.plan, FORWARD, BACKWARD)
         if expected > 0:
             self._cost_factor = max(1.0, SENSITIVITY * error / expected)
-        cost, budget = SENSITIVITY * error, self._job.compression.max_loss_increase
+        cost, budget = SENSITIVITY * error, extra_steps(self._job.compression.max_loss_increase)
         return events.Tried(trial.step, error, losses[1] - losses[0], cost, budget)
 
     def rested(self, name: str, flops_per_s: float) -> None:
@@ -224,7 +224,7 @@ class Scheduler:
 
     def better(self, question: Question, layout: Layout, steps_left: int, because: Sequence[replan.Deviation]) -> Found:
         """Whether another plan than that of `layout` is worth going over to."""
-        current, budget = layout.plan, self._job.compression.max_loss_increase
+        current, budget = layout.plan, extra_steps(self._job.compression.max_loss_increase)
         cost = plan_cost(current, question.forward, question.backward)
         try:
             proposed = self.lay_out(question, current.epoch, near=current)

@@ -70,7 +70,7 @@ def instance(
     links: Sequence[Link] = (),
     forward: Sequence[Rung] = (RAW,),
     backward: Sequence[Rung] = (RAW,),
-    max_loss_increase: float = 0.01,
+    max_extra_steps: float = 0.06,
     costs: CostModel | None = None,
 ) -> Instance:
     """Raises `PlanError` for an unknown optimizer or codec."""
@@ -110,7 +110,7 @@ def instance(
         backward_rest=np.maximum(inner[1] - raw, 0.0),
         forward=ladders[0],
         backward=ladders[1],
-        max_loss_increase=max_loss_increase,
+        max_extra_steps=max_extra_steps,
         routes=tuple(_routes(graph, sent, points)),
     )
     return Instance(problem, tuple(points), table)

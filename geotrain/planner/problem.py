@@ -78,7 +78,7 @@ class Problem:
         `backward_elements` numbers in them a lossy codec makes fewer bytes, the rest travels raw: `forward_rest`,
         `backward_rest`.
     routes: corrects the crossing bytes for values that jump over stages.
-    forward, backward: the codecs to choose from; a plan loses at most `max_loss_increase` by all it uses.
+    forward, backward: the codecs to choose from; all that a plan uses cost at most `max_extra_steps`, a fraction.
     """
 
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ class Problem:
     backward_rest: Floats | None = None
     forward: tuple[Rung, ...] = (RAW,)
     backward: tuple[Rung, ...] = (RAW,)
-    max_loss_increase: float = 0.01
+    max_extra_steps: float = 0.06
     routes: tuple[Route, ...] = field(default=())
 
     @property
@@ -129,7 +129,7 @@ class Problem:
             (f, g)
             for f in range(len(self.forward))
             for g in range(len(self.backward))
-            if (1 + self.forward[f].cost) * (1 + self.backward[g].cost) <= 1 + self.max_loss_increase + 1e-12
+            if (1 + self.forward[f].cost) * (1 + self.backward[g].cost) <= 1 + self.max_extra_steps + 1e-12
         ]
         return np.array(grid, np.intp).reshape(-1, 2)
 
@@ -166,7 +166,7 @@ class Problem:
     @property
     def loss_budget(self) -> float:
         """In the unit of `pair_cost`, with room for rounding."""
-        return float(np.log1p(self.max_loss_increase)) + 1e-12
+        return float(np.log1p(self.max_extra_steps)) + 1e-12
 
     def seconds(self, peer: int) -> Floats:
         """(B, B): compute of a microbatch by (first, end) border."""

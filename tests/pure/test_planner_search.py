@@ -29,7 +29,7 @@ def random_problem(seed: int, peers: int = 4, blocks: int = 5, codecs: bool = Fa
         np.zeros(peers, np.intp), 10 ** rng.uniform(11, 12.3, peers), rng.uniform(3e9, 9e9, peers), pieces * 8e8,
         pieces * 1e8, np.full_like(pieces, 2e6), crossing, crossing, network, int(rng.integers(1, 33)),
         forward_elements=crossing / 2, backward_elements=crossing / 2, forward_rest=0 * crossing,
-        backward_rest=0 * crossing, forward=ladder, backward=ladder, max_loss_increase=0.05,
+        backward_rest=0 * crossing, forward=ladder, backward=ladder, max_extra_steps=0.05,
     )  # fmt: skip
 
 
