@@ -117,8 +117,8 @@ class Trainer:
         microbatches: microbatches a step; gradients are those of their mean loss.
         peers: processes to start on this machine, or to wait for, see `coordinator`.
         schedule: "1f1b" or "gpipe".
-        max_loss_increase: how much higher, as a fraction, compression on slow links may leave the loss after equal steps;
-            by default it is lossless, and the run equals one process to the last bit.
+        max_loss_increase: how much higher, as a fraction, compression on slow links may leave the loss after equal
+            steps; by default it is lossless, and the run equals one process to the last bit.
         plan: who runs what; by default made from what is measured. Its peers are called peer-0, peer-1, ...
         lr_schedule: "constant", "linear" or "cosine" after `warmup_steps`, down to `min_lr_fraction` of `lr`.
         autocast: "bfloat16" to compute in it where torch deems that safe.
