@@ -171,6 +171,19 @@ def plan(
 
 
 @app.command()
+def status(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    topology: Annotated[
+        Path | None, typer.Option(help="Write peers and links as measured to this TOML file.", show_default=False)
+    ] = None,
+) -> None:
+    """How a run goes, or went: its step, plan, links, and what was last decided."""
+    from .status import main as tell
+
+    tell(run, topology)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write model.safetensors.")],

@@ -70,6 +70,7 @@ class Coordinator:
     ) -> None:
         self.job, self.graph, self.run_dir = job, graph, run_dir
         self._given_plan, self._topology = plan, topology
+        self._plan_is_given = False
         self._scheduler = Scheduler(job, graph)
         self._listen, self._advertise = (host, port), tuple(advertise)
         self._on_event = on_event or (lambda event: None)
@@ -80,6 +81,7 @@ class Coordinator:
         settings = runstate.Settings(
             steps=train.steps,
             peers=len(plan.stages) if plan is not None else job.pipeline.peers,
+            named=frozenset(stage.peer for stage in plan.stages) if plan is not None else frozenset(),
             parameters=tuple(graph.parameters),
             lr_at=lambda step: lr_at(step, train),
             clip=lambda norms: clip_factor(norms, train.clip_norm),
@@ -90,7 +92,7 @@ class Coordinator:
             keep_best=job.evaluate.keep_best,
             patience=job.evaluate.patience,
             keep_gradients=keep_gradients,
-            survey=plan is None,
+            survey=True,
             wait_s=wait_s,
         )
         step = self._folder.checkpoint.manifest.step if self._folder.checkpoint else 0
@@ -351,7 +353,10 @@ class Coordinator:
     # Plans.
 
     async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
-        given, self._given_plan = self._given_plan, None
+        given = self._given_plan
+        if given is not None and not {stage.peer for stage in given.stages} <= {peer.name for peer in peers}:
+            given = None  # somebody it needs is gone
+        self._plan_is_given = given is not None
         try:
             question = self._scheduler.ask(self._known(peers), time.monotonic())
             self._layouts[epoch] = await asyncio.to_thread(self._scheduler.lay_out, question, epoch, given)
@@ -397,7 +402,8 @@ class Coordinator:
             self._look_for_better(deviations)
 
     def _look_for_better(self, because: Sequence[Deviation]) -> None:
-        if not self._considering and self._state.phase == "training":
+        """Unless the user has said what the plan is."""
+        if not self._considering and not self._plan_is_given and self._state.phase == "training":
             self._considering = True
             self._spawn(self._consider(because))
 
@@ -425,14 +431,15 @@ class Coordinator:
         self._transport.set_roster(layout.plan.epoch, self._roster(layout.names), _refuse_frames)
 
     def _announce(self, layout: Layout, reason: str) -> None:
-        plan = layout.plan
-        timeline = self._scheduler.began(layout, self._known(), time.monotonic())
+        plan, now_s = layout.plan, time.monotonic()
+        question = self._scheduler.ask(self._known(), now_s)
+        timeline = self._scheduler.began(layout, question, now_s)
         self._folder.write_plan(plan)
         ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
         self._emit(
             events.Planned(
                 plan, ops, layout.blocks, self.graph.num_parameters, reason, timeline.step_seconds, timeline.why,
-                timeline.loads,
+                timeline.loads, question.peers, question.links,
             )
         )  # fmt: skip
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .base import Plan, StageReport
+from .base import Link, Peer, Plan, StageReport
 from .flows import LinkLoad
 
 
@@ -28,7 +28,8 @@ class Planned:
     """A plan was chosen. `stage_ops`: op count by stage; `stage_blocks`: a phrase by stage, such as
     `blocks.0-blocks.2`; `parameters`: how many the model has; `reason`: why the plan before it was given up while
     the run went on (empty for a plan that starts from weights on disk, or fresh). The simulator's word of a step:
-    `predicted_s` seconds, what it waits for most (`bottleneck`, in words), and what crosses which link (`loads`)."""
+    `predicted_s` seconds, what it waits for most (`bottleneck`, in words), and what crosses which link (`loads`).
+    `peers` and `links` as they were measured, whether the plan uses them or not."""
 
     plan: Plan
     stage_ops: tuple[int, ...]
@@ -38,6 +39,8 @@ class Planned:
     predicted_s: float = 0.0
     bottleneck: str = ""
     loads: tuple[LinkLoad, ...] = ()
+    peers: tuple[Peer, ...] = ()
+    links: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .base import Link, LinkUse, Peer, Plan
+from .base import Link, Peer, Plan
 from .blocks import CostModel
 from .codecs.ladder import BACKWARD, FORWARD, RAW, extra_steps
 from .config import JobConfig, load_job
@@ -22,16 +22,16 @@ from .errors import ConfigError, UserError
 from .graph import OpGraph, from_bytes
 from .jobs import open_job
 from .layout import Layout, lay_out
-from .links import LinkBook
 from .local import read_topology
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
 from .planner.baselines import baselines
 from .planner.build import borders, instance
 from .plots import Bar, standalone, timeline
 from .report import STYLE
-from .runfolder import EVENTS, GRAPH, JOB
+from .runfolder import GRAPH, JOB
 from .simulator import Timeline, simulate
 from .specs import open_spec
+from .status import read
 from .topology import Topology
 from .whatif import what_if
 from .words import duration, size
@@ -141,8 +141,10 @@ def ask(job: Path | None, run: Path | None, graph: str | None, topology: Path | 
         shape = read_topology(topology)
         return Question(config, captured, described_peers(shape), shape.links)
     assert run is not None
-    peers, links, step_s = measured(run)
-    return Question(config, captured, peers, links, step_s)
+    record = read(run)
+    if not record.peers:
+        raise UserError(f"{run}: no peer is there; plan with --topology instead")
+    return Question(config, captured, list(record.peers.values()), record.links, record.step_s)
 
 
 def described_peers(shape: Topology) -> list[Peer]:
@@ -158,38 +160,6 @@ def described_peers(shape: Topology) -> list[Peer]:
              p.region)
         for name, p in shape.peers.items()
     ]  # fmt: skip
-
-
-def measured(run: Path) -> tuple[list[Peer], list[Link], float | None]:
-    """Peers and links as a run has seen them, and the median of its last steps. Raises `UserError`."""
-    path = run / EVENTS
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no record of a run: {error}; give the folder that a run printed") from None
-    peers: dict[str, Peer] = {}
-    book, now, seconds = LinkBook(), 0.0, list[float]()
-    for row in rows:
-        if row["event"] == "PeerJoined":
-            peers[row["name"]] = Peer(row["name"], row["flops_per_s"], row["memory_bytes"])
-        elif row["event"] == "PeerGone":
-            peers.pop(row["name"], None)
-        elif row["event"] == "StepCommitted":
-            uses = [LinkUse(**use) for stage in row["stages"] for use in stage["links"]]
-            book.saw(uses, now, now + row["seconds"])
-            now += row["seconds"]
-            seconds.append(row["seconds"])
-    if not peers:
-        raise UserError(f"{run}: no peer is there; plan with --topology instead")
-    up, down = book.caps()
-    known = [
-        replace(peer, up_bytes_per_s=up.get(name, peer.up_bytes_per_s),
-                down_bytes_per_s=down.get(name, peer.down_bytes_per_s))
-        for name, peer in peers.items()
-    ]  # fmt: skip
-    last = sorted(seconds[-10:])
-    return known, book.links(list(peers), now), last[len(last) // 2] if last else None
 
 
 def answered(question: Question, given: Plan | None = None) -> Answer:

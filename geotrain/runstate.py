@@ -17,7 +17,8 @@ Phase = Literal["gathering", "surveying", "planning", "preparing", "training", "
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the decisions depend on. `peers` must join within `wait_s`; a peer silent for `silence_s` is lost.
+    """What the decisions depend on. `peers` must join within `wait_s`, those `named` among them; a peer silent
+    for `silence_s` is lost.
     With `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most. What
     lossy codecs do is tried every `try_every` steps: a trial costs less than two steps, so this is 1%. The run is
     evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at its end and
@@ -37,6 +38,7 @@ class Settings:
     keep_best: bool = False
     patience: int = 0
     keep_gradients: bool = False
+    named: frozenset[str] = frozenset()
     survey: bool = False
     try_every: int = 200
     wait_s: float = 300.0

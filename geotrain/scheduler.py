@@ -122,10 +122,9 @@ class Scheduler:
         self._idle_speeds[name] = flops_per_s
         self._speeds.pop(name, None)
 
-    def began(self, layout: Layout, known: Known, now_s: float) -> Timeline:
+    def began(self, layout: Layout, question: Question, now_s: float) -> Timeline:
         """A plan comes into force. Returns how a step of it should go."""
         self._layout, self._step_s = layout, now_s
-        question = self.ask(known, now_s)
         self._plan_peers = {peer.name: peer for peer in question.peers}
         timeline = self._simulated(layout, question)
         self._watch = replan.Watch(replan.expected(timeline, question.links))

@@ -1,4 +1,4 @@
-"""A network to keep to: peers with uplinks and downlinks, directed links with rates and delays. TOML text in. Pure.
+"""A network: peers with uplinks and downlinks, directed links with rates and delays. TOML text in and out. Pure.
 
     [[peer]]                      [[link]]
     name = "attic"                src = "attic"
@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .base import COORDINATOR, Link
+from .base import COORDINATOR, Link, Peer
 from .errors import ConfigError
 from .tables import Section, like
 from .tables import parse as parse_tables
@@ -113,6 +113,23 @@ def parse(text: str, source: str = "the topology") -> Topology:
     if COORDINATOR in peers:
         raise ConfigError(f"{source}: {COORDINATOR!r} is not a peer's name; choose another")
     return Topology(peers, [_link(link, peers) for link in tables.link])
+
+
+def to_toml(peers: Sequence[Peer], links: Sequence[Link]) -> str:
+    """The text that describes these; `parse` reads it."""
+    lines: list[str] = []
+    for peer in peers:
+        rates = {"up_mbit_per_s": peer.up_bytes_per_s, "down_mbit_per_s": peer.down_bytes_per_s}
+        lines += ["[[peer]]", f'name = "{peer.name}"', *([f'region = "{peer.region}"'] if peer.region else [])]
+        lines += [f"flops = {peer.flops_per_s:.4g}", f"memory_gib = {peer.memory_bytes / 2**30:.4f}"]
+        lines += [f"{key} = {rate / _BYTES_PER_MBIT:.4f}" for key, rate in rates.items() if math.isfinite(rate)]
+        lines.append("")
+    for link in links:
+        lines += ["[[link]]", f'src = "{link.src}"', f'dst = "{link.dst}"']
+        if math.isfinite(link.rate_bytes_per_s):
+            lines.append(f"mbit_per_s = {link.rate_bytes_per_s / _BYTES_PER_MBIT:.4f}")
+        lines += [f"latency_ms = {link.latency_s * 1e3:.4f}", ""]
+    return "\n".join(lines)
 
 
 def _link(table: _LinkTable, peers: dict[str, TopologyPeer]) -> Link:

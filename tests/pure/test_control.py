@@ -276,7 +276,7 @@ def test_too_few_peers():
     run.say("anna", protocol.Progress(0, 0, "waiting"))
     run.do(runstate.Tick())
     finish = run.last(runstate.Finish)
-    assert finish.failed and finish.reason.startswith("1 of 2 peers joined within 30 s; ")
+    assert finish.failed and finish.reason.startswith("after 30 s 1 of 2 peers have joined; ")
 
 
 def test_a_silent_peer_is_lost():

@@ -33,8 +33,8 @@ LAYERS = [
     # processes
     "peer", "coordinator",
     # faces
-    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "planning", "generate", "here",
-    "demo", "callbacks", "trainer", "bench", "cli", "__main__",
+    "parent", "live", "report", "runner", "jobs", "specs", "local", "coordinate", "status", "planning", "generate",
+    "here", "demo", "callbacks", "trainer", "bench", "cli", "__main__",
 ]  # fmt: skip
 
 PURE = LAYERS[: LAYERS.index("disk")]

@@ -7,9 +7,10 @@ from xml.dom import minidom
 
 import pytest
 
-from geotrain import cli, events, planning
-from geotrain.base import LinkUse, StageReport
+from geotrain import cli, events, planning, status, topology
+from geotrain.base import Link, LinkUse, Peer, StageReport
 from geotrain.config import JobConfig, TrainConfig
+from geotrain.coordinate import read_plan
 from geotrain.errors import GeotrainError, PlanError
 from geotrain.runfolder import RunFolder
 from geotrain.specs import open_spec
@@ -105,14 +106,19 @@ def test_a_job_writes_plan_json(plan, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["microbatches"] == 8
 
 
-def test_a_run_is_a_network(plan, tmp_path):
-    """The links that it used are as fast as they were seen to be."""
+def test_a_run_is_a_network(plan, tmp_path, capsys):
+    """The links that it used are as fast as they were seen to be; those that it did not use, as they were measured."""
     spec, graph = _open_once(MODEL)
     folder = RunFolder(tmp_path / "run", JobConfig(model=spec.model, train=TrainConfig(microbatches=4)), graph,
                        resume=False)  # fmt: skip
     for name in ("anna", "bert", "carl"):
         folder.log(events.PeerJoined(name, 1e9, 2**32, 1.0))
     folder.log(events.PeerGone("carl", "it left"))
+    last = json.loads(plan("--graph", MODEL, "--json", "--out", "p.json"))
+    folder.log(events.Planned(
+        read_plan(tmp_path / "p.json"), (1,) * len(last["stages"]), ("all",) * len(last["stages"]), 1,
+        peers=(Peer("anna", 2e9, 2**32), Peer("bert", 1e9, 2**32)), links=(Link("anna", "bert", 1e3, 0.5),),
+    ))  # fmt: skip
     uses = tuple(LinkUse(a, b, 4_000_000, 4_000_000, 1.0, 0.01) for a, b in (("anna", "bert"), ("bert", "anna")))
     report = StageReport(0, 0, "anna", True, {}, [], 2.0, (), uses, 0)
     folder.log(events.StepCommitted(1, 2, 1.0, (1.0,), 2.5, 10, 1.0, 1e-3, False, (report,)))
@@ -121,6 +127,11 @@ def test_a_run_is_a_network(plan, tmp_path):
     assert "measured in the run: 2.5 s a step" in text
     assert "anna" in text and "carl" not in text
     assert json.loads(plan("--graph", MODEL, "run", "--json", network=False))["stages"]
+    status.main(tmp_path / "run", tmp_path / "seen.toml")
+    assert "step 1 of 2, loss 1.0000, 2.5 s a step" in capsys.readouterr().out
+    seen = topology.parse((tmp_path / "seen.toml").read_text())
+    assert {name: peer.flops for name, peer in seen.peers.items()} == {"anna": 2e9, "bert": 1e9}
+    assert seen.link("anna", "bert").rate_bytes_per_s == pytest.approx(4e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.base import COORDINATOR, Link
+from geotrain.base import COORDINATOR, Link, Peer
 from geotrain.errors import ConfigError
-from geotrain.topology import TopologyPeer, parse
+from geotrain.topology import TopologyPeer, parse, to_toml
 
 HOME = Path(__file__).parents[2] / "peers" / "topologies" / "home.toml"
 
@@ -108,6 +108,17 @@ def test_one_line_says_what_is_wrong(text: str, says: str) -> None:
         parse(text, "net.toml")
     line = str(caught.value)
     assert line.startswith("net.toml: ") and says in line and "\n" not in line
+
+
+def test_what_is_written_is_read_back() -> None:
+    peers = [Peer("anna", 2e9, 3 << 28, 1e6, math.inf, "north"), Peer("ben", 1e9, 1 << 30)]
+    links = [Link("anna", "ben", 5e5, 0.02), Link("ben", "anna", math.inf, 0.0)]
+    seen = parse(to_toml(peers, links))
+    assert seen.peers == {
+        "anna": TopologyPeer(2e9, 3 << 28, 1e6, math.inf, "north", 1.0),
+        "ben": TopologyPeer(1e9, 1 << 30, math.inf, math.inf, "", 1.0),
+    }
+    assert seen.links == links
 
 
 def test_home_is_four_unequal_peers_and_two_more_on_home_lines() -> None:
