@@ -1,18 +1,19 @@
 """Whether to go on with a plan: predicted against measured, and what a change gains against what it costs. Pure.
 
-    watch = Watch(expected(timeline))                    # when a plan begins; `timeline` is its simulation
+    watch = watching(timeline, links)                    # when a plan begins; `timeline` is its simulation
     watch, deviations = observe(watch, measured(...))    # after each step
     if deviations:                                       # ask the planner, with the links and speeds as they are now
         verdict = decide(now, proposed, steps_left=..., stall_s=...)
 
 A part (a peer's computing, a link) deviates when it was off by more than `TOLERANCE` in each of the last `PATIENCE`
-steps, always to the same side. Then what was measured is what is expected from now on, so that one change asks once,
-and noise of 10% never does. The new plan comes if it saves more over the next `HORIZON` steps (or the rest of the run,
-if that is shorter) than it costs to go over, and `LEAST_GAIN` of the step at least.
+steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was measured is what is
+expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes if it saves more
+over the next `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and `LEAST_GAIN` of
+the step at least.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -58,11 +59,29 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is expected of the running plan, the last figures of each part, and how many steps still to pass over."""
+    """What is expected of the running plan, the last figures of each part, and how many steps still to pass over.
+    `amounts`: how many microbatches or bytes each part has in a step of `step_s`; a part without one always matters."""
 
     expected: Figures
     seen: Mapping[Part, tuple[float, ...]] = field(default_factory=dict[Part, tuple[float, ...]])
     settling: int = SETTLE
+    amounts: Mapping[Part, float] = field(default_factory=dict[Part, float])
+    step_s: float = 0.0
+
+    def matters(self, part: Part, expected: float, measured: float) -> bool:
+        """Whether the difference of a part could change the step by as much as a new plan has to gain."""
+        amount = self.amounts.get(part)
+        return amount is None or abs(measured - expected) * amount >= LEAST_GAIN * self.step_s
+
+
+def watching(timeline: Timeline, links: Iterable[Link] = ()) -> Watch:
+    """For a plan that begins. A link that it leaves unused would have as many bytes as its busiest one."""
+    figures = expected(timeline, links)
+    amounts: dict[Part, float] = {("link", load.src, load.dst): load.nbytes for load in timeline.loads}
+    most = max(amounts.values(), default=0.0)
+    for part in figures:
+        amounts.setdefault(part, timeline.workload.microbatches if part[0] == "stage" else most)
+    return Watch(figures, amounts=amounts, step_s=timeline.step_seconds)
 
 
 def expected(timeline: Timeline, links: Iterable[Link] = ()) -> dict[Part, float]:
@@ -105,16 +124,16 @@ def observe(watch: Watch, figures: Figures) -> tuple[Watch, tuple[Deviation, ...
     []
     """
     if watch.settling > 0:
-        return Watch(watch.expected, watch.seen, watch.settling - 1), ()
+        return replace(watch, settling=watch.settling - 1), ()
     seen, now, found = dict(watch.seen), dict(watch.expected), list[Deviation]()
     for part in figures.keys() & watch.expected.keys():
         last = seen[part] = (*seen.get(part, ()), figures[part])[-PATIENCE:]
         off = min(last) > now[part] * TOLERANCE or max(last) * TOLERANCE < now[part]
-        if off and len(last) == PATIENCE:
+        if off and len(last) == PATIENCE and watch.matters(part, now[part], fmean(last)):
             found.append(Deviation(part, now[part], fmean(last)))
             now[part] = fmean(last)
     found.sort(key=lambda deviation: (-max(deviation.ratio, 1 / deviation.ratio), deviation.part))
-    return Watch(now, seen, 0), tuple(found)
+    return replace(watch, expected=now, seen=seen), tuple(found)
 
 
 Change = Literal["nothing", "codecs", "windows", "layers"]

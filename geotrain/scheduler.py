@@ -127,7 +127,7 @@ class Scheduler:
         self._layout, self._step_s = layout, now_s
         self._plan_peers = {peer.name: peer for peer in question.peers}
         timeline = self._simulated(layout, question)
-        self._watch = replan.Watch(replan.expected(timeline, question.links))
+        self._watch = replan.watching(timeline, question.links)
         self._predicted = {stage.peer: stage.forward_s + stage.backward_s for stage in timeline.workload.stages}
         return timeline
 

@@ -1,10 +1,10 @@
 """geotrain beside `torch.distributed.pipelining` over gloo, on links that the kernel shapes. I/O (root).
 
 Torch gets its best of GPipe and 1F1B, of equal and balanced splits and of two orders of the peers, each tried; geotrain
-runs as its users run it (`geotrain coordinator`, `geotrain join`) and chooses by itself, but for the number of stages:
-both spread the model over all peers. Then both run in turns. A step is from one optimizer step to the next. Torch's
-training is exact, so its held-out losses are the plain loop's, and its seconds to a loss are its start and so many of
-its steps.
+runs as its users run it (`geotrain coordinator`, `geotrain join`) and chooses by itself: once everything, so that it
+may leave peers out, and once with a stage on each peer, as torch has it. Then all run in turns. A step is from one
+optimizer step to the next. Torch's training is exact, so its held-out losses are the plain loop's, and its seconds to a
+loss are its start and so many of its steps.
 """
 
 import itertools
@@ -66,16 +66,19 @@ def compare(name: str, *, steps: int, rounds: int, long: int) -> list[Table]:
         def theirs(setup: Setup) -> Run:
             return torch_run(wan, world, setup, folder / "weights", steps)
 
-        def ours(stages: bool = True) -> Run:
+        def ours(stages: bool) -> Run:
             path = folder / f"run{next(numbers)}"
             return geotrain_run(wan, world, path, steps=4 + 2 * steps, warmup=4, stages=stages)
 
         tried = {setup: theirs(setup) for setup in setups if len(setups) > 1}
         best = min(setups, key=lambda setup: tried[setup].seconds) if tried else setups[0]
-        turns = alternate(rounds, {"ours": ours, "theirs": lambda: theirs(best)})
-        tables = [_steps_table(f"{name}: {world.title}", tried, best, turns, ours(stages=False))]
+        turns = alternate(
+            rounds,
+            {"ours": lambda: ours(stages=False), "spread": lambda: ours(stages=True), "theirs": lambda: theirs(best)},
+        )
+        tables = [_steps_table(f"{name}: {world.title}", tried, best, turns)]
         if long:
-            run = geotrain_run(wan, world, folder / "long", steps=long, warmup=4, evaluate_every=EVERY)
+            run = geotrain_run(wan, world, folder / "long", steps=long, warmup=4, evaluate_every=EVERY, stages=False)
             losses, held_out, _ = plain_loop(job, folder / "weights", long, range(0, long + 1, EVERY))
             median = statistics.median(run.seconds for run in turns["theirs"])
             start = statistics.median(run.start_s for run in turns["theirs"])
@@ -163,8 +166,8 @@ def _seconds(part: Any) -> float:
     return time.perf_counter() - start
 
 
-def _steps_table(title: str, tried: dict[Setup, Run], best: Setup, turns: dict[str, list[Run]], free: Run) -> Table:
-    ours, theirs = turns["ours"], turns["theirs"]
+def _steps_table(title: str, tried: dict[Setup, Run], best: Setup, turns: dict[str, list[Run]]) -> Table:
+    ours, spread, theirs = turns["ours"], turns["spread"], turns["theirs"]
     step = statistics.median(run.seconds for run in ours)
     same = min(len(ours[-1].losses), len(theirs[-1].losses))
 
@@ -175,12 +178,13 @@ def _steps_table(title: str, tried: dict[Setup, Run], best: Setup, turns: dict[s
         return what, len(runs), median, min(seconds), max(seconds), median / step, megabytes, runs[-1].losses[same - 1]
 
     rows = [row(str(setup), [run]) for setup, run in tried.items()]
-    rows += [row(f"{best}, in turns", theirs), row("geotrain, a stage a peer, in turns", ours)]
-    rows += [row("geotrain, stages as it likes", [free])]
+    rows += [row(f"{best}, in turns", theirs), row("geotrain, in turns", ours)]
+    rows += [row("geotrain, a stage on each peer, in turns", spread)]
     columns = ("run", "runs", "step s", "least", "most", "over geotrain", "MB a step", f"loss of step {same}")
-    speedup = ratio([run.seconds for run in theirs], [run.seconds for run in ours])
+    speedup, even = (ratio([run.seconds for run in theirs], [run.seconds for run in runs]) for runs in (ours, spread))
     notes = [f"geotrain is {speedup:.2f} times as fast as torch's best (median of {len(ours)} rounds)"]
-    notes += [f"{what}: {run.note}" for what, run in (("a stage a peer", ours[-1]), ("as it likes", free))]
+    notes += [f"with a stage on each peer {even:.2f} times"]
+    notes += [f"{what}: {runs[-1].note}" for what, runs in (("as it likes", ours), ("a stage on each peer", spread))]
     return Table(f"steps, {title}", columns, rows, notes, {f"step over torch's best, {title}": 1 / speedup})
 
 

@@ -21,6 +21,7 @@ from geotrain.replan import (
     measured,
     observe,
     transfers,
+    watching,
 )
 from geotrain.simulator import Message, StageTimes, Workload, simulate
 
@@ -62,6 +63,22 @@ def test_single_outliers_ask_for_nothing():
         watch, deviations = observe(watch, {part: value * factor for part, value in PARTS.items()})
         asked += deviations
     assert not asked
+
+
+def test_what_cannot_change_the_step_asks_for_nothing():
+    """Anna computes for a hundredth of the step, and so long is each link busy."""
+    stages = (StageTimes("anna", 0.0005, 0.0005, 2), StageTimes("ben", 0.05, 0.05, 1))
+    links = [Link("anna", "ben", 1e8, 0.0), Link("ben", "anna", 1e8, 0.0), Link("ben", "cleo", 1e8, 0.0)]
+    messages = Message("F", 0, (1,), 1e5), Message("B", 1, (0,), 1e5)
+    watch = replace(watching(simulate(Workload("1f1b", 4, stages, messages, tuple(links))), links), settling=0)
+    usual, asked = watch.expected, []
+    for factor in (2.5, 0.4, 2.5, 20.0):
+        small = {part: value * factor for part, value in usual.items() if part != ("stage", "ben")}
+        asked.append(set())
+        for _ in range(PATIENCE):
+            watch, deviations = observe(watch, small)
+            asked[-1] |= {deviation.part for deviation in deviations}
+    assert asked == [set(), set(), set(), set(usual) - {("stage", "ben")}]
 
 
 def test_the_worst_deviation_comes_first_and_is_told_in_words():
