@@ -1,7 +1,7 @@
 """geotrain beside hivemind's optimizer, which is data parallel: every peer holds the whole model. I/O (root).
 
 Both train the same model with the same steps of 32 samples on the same shaped links, hivemind with and without delayed
-updates, for so many seconds. geotrain runs as its users run it; it cuts the model over all peers.
+updates, for so many seconds. geotrain runs as its users run it.
 """
 
 import json
@@ -45,7 +45,7 @@ def compare(name: str, seconds: float, steps: int, delays: tuple[bool, ...] = (F
             held_out = statistics.fmean(peer[-1]["held_out"] for peer in lines)
             what = f"hivemind, delayed updates {'on' if delayed else 'off'}"
             rows.append((what, seconds / done, done, lines[0][-1]["epoch"], sent / done / 1e6, held_out))
-        run = geotrain_run(wan, world, folder / "run", steps=steps, warmup=4, evaluate_every=steps)
+        run = geotrain_run(wan, world, folder / "run", steps=steps, warmup=4, evaluate_every=steps, stages=False)
         rows.append(("geotrain", run.seconds, steps, steps, run.sent_bytes / 1e6, run.held_out[steps][1]))
         marks = sorted({max(1, round(float(row[2] or 0))) for row in rows})
         _, plain, _ = plain_loop(job, folder / "weights", marks[-1], marks)
