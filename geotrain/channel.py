@@ -178,6 +178,7 @@ class Dialled:
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
+        self._name = ""
         self.address = ""
         self._channels: list[grpc.aio.Channel] = []
         self._call: Any = None
@@ -199,6 +200,7 @@ class Dialled:
             await self.send(hello)
             answer = await self.receive()
             if isinstance(answer, protocol.Welcome):
+                self._name = hello.name
                 return answer
             reason = answer.reason if isinstance(answer, protocol.Leave) else "it does not speak our protocol"
             raise UserError(f"the coordinator refuses: {reason}")
@@ -226,7 +228,7 @@ class Dialled:
     async def fetch(self, epoch: int, names: Sequence[str], skip: int = 0) -> AsyncIterator[bytes]:
         """The tensors' bytes, one after the other, in chunks, without the first `skip`. Raises `RemoteError` if there
         are none."""
-        request = protocol.Fetch(self._ticket.run, self._ticket.token, epoch, tuple(names), skip)
+        request = protocol.Fetch(self._ticket.run, self._ticket.token, self._name, epoch, tuple(names), skip)
         call: Any = self._bulk_channel().unary_stream(f"/{_SERVICE}/Fetch")(protocol.encode(request))
         try:
             async for chunk in call:

@@ -71,9 +71,9 @@ def apply(state: State, event: Event, now_s: float) -> Result:
             return (replace(state, switch=event) if peers_are_here else state), []
         case PlanRefused(epoch, reason) if state.phase == "planning" and epoch == state.epoch:
             return _finish(state, reason, now_s, failed=True)
-        case CheckpointWritten(step, path) if step in state.writing:
+        case CheckpointWritten(step, path, nbytes) if step in state.writing:
             state = replace(state, writing=state.writing - {step}, checkpoint=max(step, state.checkpoint))
-            return _then(_drained(state, now_s), Emit(events.Checkpointed(step, path)))
+            return _then(_drained(state, now_s), Emit(events.Checkpointed(step, path, nbytes)))
         case UserStop():
             return _stop(state, now_s)
         case Broken(reason):

@@ -195,11 +195,18 @@ class Coordinator:
             del self._sessions[name]
             self._post(runstate.Lost(name, reason))
 
-    def fetch(self, request: protocol.Fetch) -> AsyncIterator[bytes]:
+    async def fetch(self, request: protocol.Fetch) -> AsyncIterator[bytes]:
         self._check_token(request.run, request.token)
         if request.epoch != self._state.epoch:
             raise RemoteError(f"epoch {request.epoch} is over")
-        return self._shelf.read(request.names, request.skip)
+        base_bytes = state_bytes = 0
+        try:
+            async for name, chunk in self._shelf.read(request.names, request.skip):
+                base = name in self._base.digests
+                base_bytes, state_bytes = base_bytes + len(chunk) * base, state_bytes + len(chunk) * (not base)
+                yield chunk
+        finally:
+            self._emit(events.Fetched(request.peer, base_bytes, state_bytes))
 
     async def store(self, request: protocol.Store, chunks: AsyncIterator[bytes]) -> None:
         self._check_token(request.run, request.token)
@@ -500,7 +507,7 @@ class Coordinator:
         self._checkpoints[step] = path
         self._result.checkpoint = path
         await asyncio.to_thread(prune, self.run_dir, self.job.checkpoint.keep)
-        self._post(runstate.CheckpointWritten(step, path))
+        self._post(runstate.CheckpointWritten(step, path, sum(file.stat().st_size for file in path.iterdir())))
 
     def _abort_uploads(self) -> None:
         for upload in self._uploads.values():

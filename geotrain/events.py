@@ -98,6 +98,17 @@ class Evaluated:
 class Checkpointed:
     step: int
     path: Path
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What the coordinator sent to a peer that loaded its stage: weights that no step changes, which stay in the peer's
+    cache, and the rest."""
+
+    name: str
+    base_bytes: int
+    state_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,5 +137,5 @@ class Ended:
 
 RunEvent = (
     PeerJoined | Waiting | Planned | Considered | Tried | Prepared | StepCommitted | Evaluated | Checkpointed
-    | PeerProgress | PeerGone | Ended
+    | Fetched | PeerProgress | PeerGone | Ended
 )  # fmt: skip

@@ -28,6 +28,8 @@ class _PeerFacts:
     memory_bytes: int
     duty: float
     memory_used_bytes: int = 0
+    base_bytes: int = 0
+    state_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     gone: str | None = None
 
@@ -56,6 +58,8 @@ class Recorder:
         self._log: list[str] = []
         self._checkpoint: str | None = None
         self._checkpoint_step = 0
+        self._checkpoints: list[int] = []
+        """Bytes of each."""
 
     @property
     def joined(self) -> set[str]:
@@ -85,8 +89,12 @@ class Recorder:
                 self._committed(event)
             case events.Evaluated(step, loss):
                 self._held_out[step] = loss
-            case events.Checkpointed(step, path):
+            case events.Checkpointed(step, path, nbytes):
                 self._checkpoint, self._checkpoint_step = str(path), step
+                self._checkpoints.append(nbytes)
+            case events.Fetched(name, base_bytes, state_bytes) if name in self._peers:
+                self._peers[name].base_bytes += base_bytes
+                self._peers[name].state_bytes += state_bytes
             case events.PeerGone(name, reason):
                 if name in self._peers:
                     self._peers[name].gone = reason
@@ -161,6 +169,7 @@ class Recorder:
             "stages": self._stage_facts(),
             "peers": self._peer_facts(),
             "links": self._link_facts(len(rows)),
+            "bytes": self._bytes_by_class(),
             "seconds_by_activity": self._seconds_by_activity(),
             "timeline": self._timeline(),
             "log": self._log,
@@ -220,6 +229,17 @@ class Recorder:
             for (src, dst), link in sorted(self._links.items())
             if link.nbytes
         ]  # fmt: skip
+
+    def _bytes_by_class(self) -> dict[str, Any]:
+        """What crossed the links, by what it was: in all; of what no step changes, and of the rest, by peer."""
+        uses = [use for link in self._links.values() for use in link.codecs.values()]
+        return {
+            "values": sum(use.wire_bytes for use in uses if use.direction == "F"),
+            "gradients": sum(use.wire_bytes for use in uses if use.direction == "B"),
+            "base": {name: peer.base_bytes for name, peer in self._peers.items()},
+            "state": {name: peer.state_bytes for name, peer in self._peers.items()},
+            "checkpoints": self._checkpoints,
+        }
 
     def _seconds_by_activity(self) -> dict[str, float]:
         """Seconds of the whole run, as the mean over the peers that worked."""

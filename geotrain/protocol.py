@@ -283,11 +283,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for tensors of this epoch; the answer is their raw bytes, one after the other, in chunks, without the first
-    `skip` bytes."""
+    """A peer asks for tensors of this epoch; the answer is their raw bytes, one after the other, in chunks, without the
+    first `skip` bytes."""
 
     run: str
     token: bytes
+    peer: str
     epoch: int
     names: tuple[str, ...]
     skip: int

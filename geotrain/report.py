@@ -82,6 +82,7 @@ def html(facts: Facts) -> str:
         _section("One step, by stage", _timeline(facts)),
         _section("Where a step's seconds went", _seconds(facts)),
         _section("Links", _links(facts)),
+        _section("Bytes", _bytes(facts)),
         _section("Plan", _plan(facts)),
         _section("Text from the trained model", _sample(facts)),
         _section("What happened", _log(facts)),
@@ -199,6 +200,21 @@ def _links(facts: Facts) -> str:
     head = ["link", "a step", "in all", "while busy", "busy a step: predicted, measured", "busy", "", "codecs"]
     note = f'<p class="note">{escape(facts["bottleneck"])}.</p>' if facts.get("bottleneck") else ""
     return _table(head, rows, left=(0, 7)) + note if rows else ""
+
+
+def _bytes(facts: Facts) -> str:
+    classes, steps = facts["bytes"], max(len(facts["losses"]), 1)
+    rows = [
+        [what, size(classes[name]), f"{size(classes[name] / steps)} a step"]
+        for what, name in (("values", "values"), ("gradients", "gradients"))
+    ]
+    for what, name in (("weights that no step changes, once", "base"), ("other weights and states", "state")):
+        sent = {peer: nbytes for peer, nbytes in classes[name].items() if nbytes}
+        parts = ", ".join(f"{peer} {size(nbytes)}" for peer, nbytes in sent.items())
+        rows.append([f"{what}, to peers", size(sum(sent.values())), parts])
+    kept = classes["checkpoints"]
+    rows.append([f"{len(kept)} checkpoints", size(sum(kept)), f"the last one {size(kept[-1])}" if kept else ""])
+    return _table(["what", "in all", ""], rows, left=(0, 2)) if facts["losses"] else ""
 
 
 def _codec(use: Mapping[str, Any]) -> str:

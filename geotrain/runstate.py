@@ -170,6 +170,7 @@ class Switch:
 class CheckpointWritten:
     step: int
     path: Path
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ class Shelf:
                 raise CheckpointError(f"{tensor.name!r} does not fit this model: {problem}")
         return tuple(wanted)
 
-    async def read(self, names: Sequence[str], skip: int = 0) -> AsyncIterator[bytes]:
-        """The tensors' bytes, one after the other, in chunks, without the first `skip`."""
+    async def read(self, names: Sequence[str], skip: int = 0) -> AsyncIterator[tuple[str, bytes]]:
+        """The tensors' bytes, one after the other, in chunks with their names, without the first `skip`."""
         for name in names:
             store, stored = self._store, self._stored(name)
             if self._base is not None and name in self._base.digests:
@@ -109,7 +109,7 @@ class Shelf:
             first, skip = min(skip, total), max(0, skip - total)
             for offset in range(first, total, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, total - offset)
-                yield await asyncio.to_thread(store.read, stored, offset, size)
+                yield name, await asyncio.to_thread(store.read, stored, offset, size)
 
     def close(self) -> None:
         if self._store is not None:

@@ -48,6 +48,6 @@ def run(steps: int = 10) -> list[events.RunEvent]:
         events.Evaluated(0, 5.5),
         *(committed(step, steps, 5.5 - 2.0 * step / steps) for step in range(1, steps + 1)),
         events.Evaluated(steps, 3.4),
-        events.Checkpointed(steps, Path("runs/x/checkpoints/step-00000010")),
+        events.Checkpointed(steps, Path("runs/x/checkpoints/step-00000010"), 5 << 20),
         events.Ended(steps, "done", 27.0),
     ]

@@ -28,6 +28,13 @@ def test_facts_of_a_whole_run():
     assert attic_to_cellar["busy_share"] == pytest.approx(0.2 / 2.5)
 
 
+def test_bytes_by_what_they_were():
+    fetched = [events.Fetched("attic", 1000, 24), events.Fetched("attic", 0, 6), events.Fetched("cellar", 500, 0)]
+    facts = recorded(*fetched).facts()["bytes"]
+    assert facts["base"] == {"attic": 1000, "cellar": 500} and facts["state"] == {"attic": 30, "cellar": 0}
+    assert facts["checkpoints"] == [5 << 20]
+
+
 def test_every_second_of_a_step_has_a_place():
     step = story.committed(1)
     seconds = account(step.stages[0], step, story.plan())

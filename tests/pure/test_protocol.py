@@ -49,7 +49,7 @@ EXAMPLES = [
         ),
     ),
     protocol.Leave("done"),
-    protocol.Fetch("r", b"t", 1, ("w", "b"), 0),
+    protocol.Fetch("r", b"t", "anna", 1, ("w", "b"), 0),
     protocol.Store("r", b"t", 1, 0, 2, False, (protocol.NamedSpec("w", TensorSpec((), "bfloat16")),)),
 ]  # fmt: skip
 

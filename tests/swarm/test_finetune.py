@@ -10,6 +10,8 @@ from geotrain.checkpoint import best_so_far, latest
 from geotrain.config import parse_job
 from geotrain.here import train_here
 from geotrain.jobs import resume_job, run_folder
+from geotrain.manifest import OPTIMIZER
+from geotrain.runfolder import EVENTS
 from geotrain.trained import export
 
 PEERS = 3
@@ -51,6 +53,12 @@ def train(folder, name, model=None, train=None, **sections):
     return run_folder(job), result
 
 
+def sent(run_dir, what):
+    """Bytes that the coordinator sent to peers that loaded their stages."""
+    rows = map(json.loads, (run_dir / EVENTS).read_text().splitlines())
+    return sum(row[what] for row in rows if row["event"] == "Fetched")
+
+
 @torch.no_grad()
 def held_out(model, run_dir):
     """What the run calls its held-out loss, by a plain model of transformers."""
@@ -75,6 +83,12 @@ def test_lora_from_a_folder_to_folders(folder, monkeypatch):
     assert checkpoint is not None
     names = [n for file in checkpoint.manifest.files.values() for n in file.tensors]
     assert names and all(".lora_" in name for name in names), "no frozen weight is in a checkpoint"
+    adapters = sum(checkpoint.store.spec(n).nbytes for n in names if not n.startswith(OPTIMIZER))
+    saved = sum(checkpoint.store.spec(n).nbytes for n in names)
+    assert 3 * adapters <= saved < 1.05 * 3 * adapters, "adapters and AdamW's two moments of them"
+    frozen = {n: p for n, p in resume_job(run_dir).graph.parameters.items() if not p.requires_grad}
+    assert sent(run_dir, "base_bytes") == sum(p.spec.nbytes for p in frozen.values()), "once"
+    assert sent(run_dir, "state_bytes") == 0, "fresh adapters are made where they are used"
     assert best_so_far(run_dir) == (4, result.held_out[4])
     export(run_dir, folder / "merged")
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
@@ -87,8 +101,9 @@ def test_lora_from_a_folder_to_folders(folder, monkeypatch):
     cached = {path.name for path in (folder / ".cache" / "geotrain" / "tensors").iterdir()}
     times = {path: path.stat().st_mtime_ns for path in (folder / ".cache" / "geotrain" / "tensors").iterdir()}
     assert len(cached) >= 3 * 7, "every frozen matrix, once for all peers of the machine"
-    _, again = train(folder, "lora-again", {"lora": {"r": 4}})
+    once_more, again = train(folder, "lora-again", {"lora": {"r": 4}})
     assert again.losses == result.losses
+    assert sent(once_more, "base_bytes") == 0
     assert {path: path.stat().st_mtime_ns for path in times} == times, "nothing frozen was fetched again"
 
 

@@ -44,7 +44,7 @@ def stages(graph):
 
 
 async def read(shelf, names):
-    return b"".join([chunk async for chunk in shelf.read(names)])
+    return b"".join([chunk async for _, chunk in shelf.read(names)])
 
 
 def test_a_stage_fetches_its_own(tmp_path, net, graph, stages):
