@@ -279,6 +279,15 @@ def test_too_few_peers():
     assert finish.failed and finish.reason.startswith("after 30 s 1 of 2 peers have joined; ")
 
 
+def test_a_run_waits_for_the_peers_that_its_plan_names():
+    run = Run(named=frozenset({"ben", "carl"}))
+    run.join("anna")
+    run.join("carl")
+    assert run.emitted(events.Waiting)[-1].reason == "2 of 2 peers have joined; the plan needs ben"
+    run.join("ben")
+    assert [peer.name for peer in run.last(runstate.Propose).peers] == ["anna", "carl", "ben"]
+
+
 def test_a_silent_peer_is_lost():
     run = Run(silence_s=5)
     run.start("anna", "ben")
