@@ -206,7 +206,8 @@ class Coordinator:
                 base_bytes, state_bytes = base_bytes + len(chunk) * base, state_bytes + len(chunk) * (not base)
                 yield chunk
         finally:
-            self._emit(events.Fetched(request.peer, base_bytes, state_bytes))
+            if not self._closed:
+                self._emit(events.Fetched(request.peer, base_bytes, state_bytes))
 
     async def store(self, request: protocol.Store, chunks: AsyncIterator[bytes]) -> None:
         self._check_token(request.run, request.token)
