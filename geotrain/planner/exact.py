@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
+from math import isqrt
 
 import numpy as np
 
@@ -33,7 +34,10 @@ LOSSY_TOLERANCE, LOSSY_RUNS = 1e-3, 24
 """With codecs sweeps take longer and their bound is looser."""
 
 MOST_PAIRS = ((8, 4), (11, 3), (EXACT_PEERS, 2))
-"""Up to so many peers, so many pairs of codecs are told apart at once."""
+"""Up to so many peers, so many pairs of codecs are told apart at once; more where a sweep stays within `LEAST_WORK`."""
+
+LEAST_WORK = 2_000_000
+"""Of a sweep: subsets, first peers, first and end borders, and pairs at both."""
 
 SweepAt = Callable[[float, float, float], "tuple[float, Found] | None"]
 """(period, limit, what a whole extra step counts for, in seconds) -> the least fill below the limit, and its plan."""
@@ -132,7 +136,8 @@ class Sweep:
     def __init__(self, tables: Tables, period: float, limit: float, weight: float, stages: int | None) -> None:
         self.problem = tables.problem
         n = self.problem.size
-        most = next(pairs for peers, pairs in MOST_PAIRS if n <= peers)
+        least = next(pairs for peers, pairs in MOST_PAIRS if n <= peers)
+        most = max(least, isqrt(LEAST_WORK // (n * 2**n * self.problem.borders**2)))
         self.at: AtPeriod = tables.at(period, weight, most)
         self.limit, self.stages = limit, stages
         self.alone = self.problem.kind.max(initial=0) == 0

@@ -6,10 +6,15 @@ import time
 from geotrain.planner.bound import lower_bound
 from geotrain.planner.exact import exact
 from geotrain.planner.heuristic import search
-from tests.pure.test_planner_search import everything, random_problem
+from geotrain.planner.polish import polish
+from tests.pure.test_planner_search import random_problem
 
+from .exhaustive import exhaustive, plans
 from .planning import instance
 from .tables import Table
+
+BLOCKS = 6
+"""Of a model whose plans are all looked at."""
 
 
 def benchmark(short: bool) -> list[Table]:
@@ -17,17 +22,26 @@ def benchmark(short: bool) -> list[Table]:
 
 
 def _exhaustive(short: bool) -> Table:
-    rows: list[tuple[str, int, float, float]] = []
-    for codecs in (False, True):
-        over: list[float] = []
-        for seed in range(10 if short else 100):
-            problem = random_problem(seed, 3 if codecs else 4, 3 if codecs else 4, codecs)
-            made = exact(problem)
-            if made is not None:
-                over.append(made.value / everything(problem))
-        rows.append(("three" if codecs else "none", len(over), statistics.fmean(over), max(over)))
-    title = "plans over the best of all orders, subsets, cuts and codecs"
-    return Table(title, ("codecs", "instances", "mean", "worst"), rows)
+    rows: list[tuple[int, str, int, float, float, float, float]] = []
+    for peers in (4, 5) if short else (4, 5, 6, 7, 8):
+        for codecs in (False, True):
+            over, spent, many = list[float](), list[float](), list[float]()
+            for seed in range(2 if short else 20):
+                problem = random_problem(seed, peers, BLOCKS, codecs)
+                begin = time.process_time()
+                made = exact(problem)
+                if made is None:
+                    continue
+                made = polish(problem, made)
+                spent.append(time.process_time() - begin)
+                over.append(made.value / exhaustive(problem, made).value)
+                many.append(plans(problem))
+            rows.append(
+                (peers, "three" if codecs else "none", len(over), statistics.fmean(over), max(over),
+                 statistics.median(many), statistics.median(spent))
+            )  # fmt: skip
+    columns = ("peers", "codecs", "instances", "mean", "worst", "plans there are", "seconds of CPU to plan")
+    return Table("plans over the best of all orders, subsets, cuts and codecs", columns, rows)
 
 
 def _certificates(short: bool) -> Table:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from geotrain.codecs.ladder import RAW, Rung
 from geotrain.planner.bound import lower_bound
-from geotrain.planner.exact import exact
+from geotrain.planner.exact import exact, found
 from geotrain.planner.heuristic import search
 from geotrain.planner.price import price
 from geotrain.planner.problem import Network, Problem
+from tests.benchmarks.exhaustive import exhaustive
 
 
 def random_problem(seed: int, peers: int = 4, blocks: int = 5, codecs: bool = False) -> Problem:
@@ -57,6 +58,22 @@ def test_codecs_are_as_good_as_the_best_of_all(seed: int) -> None:
     problem = random_problem(seed, 3, 3, codecs=True)
     best, made = everything(problem), exact(problem)
     assert np.isinf(best) if made is None else best * (1 - 1e-9) <= made.value <= best * 1.02
+
+
+@pytest.mark.parametrize("codecs", [False, True])
+def test_giving_up_beginnings_misses_no_plan(codecs: bool) -> None:
+    """The benchmark's reference finds the best of all, also from the worst plan that one peer can run."""
+    for seed in range(4):
+        problem = random_problem(seed, 3, 3 if codecs else 4, codecs)
+        alone = [found(problem, [peer], [], []) for peer in range(problem.size)]
+        known = max((plan for plan in alone if np.isfinite(plan.value)), key=lambda plan: plan.value, default=alone[0])
+        assert exhaustive(problem, known).value == pytest.approx(everything(problem))
+
+
+def test_a_pair_of_codecs_that_is_best_on_few_links_is_not_missed() -> None:
+    problem = random_problem(0, 5, 6, codecs=True)
+    made = exact(problem)
+    assert made is not None and made.value <= 1.005 * exhaustive(problem, made).value
 
 
 @settings(deadline=None, max_examples=15)
