@@ -8,8 +8,8 @@ those between homes, held-out loss and an answer before and after, a Hugging Fac
 in one process with peft and compares; with `--lossless` nothing is rounded on its way, and all losses are equal.
 `finetune_smollm2.toml` is the same job for the command line.
 
-On 2 cores shared with much other work it took 13 minutes (20 steps), `--short` 7 (2 steps on 2 peers). The held-out
-loss falls from 4.27 to 2.65.
+On 2 cores it takes 2 and a half minutes (20 steps), `--check` 4. The held-out loss falls from 4.27 to 2.64, in one
+process to 2.65.
 
 The data is real and on every machine: the first paragraphs of the standard library's docstrings, asked for by name.
 """
