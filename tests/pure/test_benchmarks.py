@@ -33,9 +33,9 @@ def test_a_ratio_over_the_kept_one_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, "KEPT", tmp_path / "kept.json")
     console = Console(file=io.StringIO())
     assert not benchmarks._compare({"x: over y": 1.0}, True, console)
-    assert json.loads((tmp_path / "kept.json").read_text()) == {"x: over y": 1.5}
-    assert not benchmarks._compare({"x: over y": 1.5, "new: over old": 9.0}, False, console)
-    assert benchmarks._compare({"x: over y": 1.6}, False, console)
+    assert json.loads((tmp_path / "kept.json").read_text()) == {"x: over y": 3.0}
+    assert not benchmarks._compare({"x: over y": 3.0, "new: over old": 9.0}, False, console)
+    assert benchmarks._compare({"x: over y": 3.1}, False, console)
 
 
 def test_an_unknown_benchmark_is_refused(monkeypatch):
