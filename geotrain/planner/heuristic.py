@@ -25,8 +25,15 @@ MOST_PEERS = 384
 STARTS = (1.0, 1.06, 1.15, 1.3, 1.6)
 """First paths are made for these multiples of the least period that one can be made for."""
 
+STARS = 4
+"""For the longer half of these periods, more paths are made around so many peers, far from each other."""
+
 Make = Callable[..., list[int]]
 """From the place of the best score, the changed path."""
+
+EXACT_WORK_PER_S = 4e7
+"""Subsets of peers, first peers, first and end borders that the exact search at the end may try in a second: half of
+what it manages."""
 
 GRID = np.geomspace(0.86, 1.3, 40)
 SHORT = 1e6
@@ -63,6 +70,7 @@ class _Search:
     def __init__(self, problem: Problem, deadline_s: float, seed: int) -> None:
         self.problem = problem
         self.random = np.random.default_rng(seed)
+        self.work = EXACT_WORK_PER_S * deadline_s / problem.borders**2
         self.rounds = max(2, int(deadline_s * 20000 / (problem.size + 100)))
         self.capacity = Capacity(problem)
         ids = np.arange(problem.size)
@@ -89,6 +97,8 @@ class _Search:
             best = better(best, single)
         first = self._least_period()
         paths = [(period, self._construct(period)) for period in (first * s for s in STARTS)]
+        for period in (first * s for s in STARTS[len(STARTS) // 2 :]):
+            paths += [(period, self._construct(period, star)) for star in self._stars(period)]
         if near:
             paths.append((first, list(near)))
         pool: dict[tuple[int, ...], float] = {}
@@ -127,10 +137,11 @@ class _Search:
 
     def _finish(self, best: Found | None) -> Found | None:
         """Few chosen peers: the exact search, with some of those left out."""
-        if best is None or self.rounds < 10:
+        if best is None:
             return best
         chosen = list(best.order)
-        room = min(EXACT_PEERS - 3, self.problem.size) - len(chosen)
+        most = max(n for n in range(EXACT_PEERS - 2) if n * 2**n <= self.work)
+        room = min(most, self.problem.size) - len(chosen)
         if room < 1:
             return along(self.problem, best.order, best, tolerance=1e-5)
         path = np.array(chosen)
@@ -159,16 +170,42 @@ class _Search:
                 low = middle
         return high
 
-    def _construct(self, period: float) -> list[int]:
-        """Peers by speed, each where it lengthens the path least, until they carry the model; empty if they do not."""
+    def _stars(self, period: float) -> list[Ints]:
+        """For the best peers to be near, of those with mostly the same neighbors one: all peers, the nearest and
+        fastest first. A fast peer may be at home where links are slow, and no small change leads away from there."""
+        caps = self.capacity.caps(period)[:, 0]
+        longest, both = _at(self, period, 0.0)
+        links = np.where(longest <= period * (1 + 1e-9), both, np.inf)
+        np.fill_diagonal(links, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cost = np.where(caps > 0, caps / self.capacity.speed + links, np.inf)  # (from, to): of a full stage
+            order = np.argsort(cost / np.maximum(caps, 1e-300), axis=1, kind="stable")
+        carried = np.cumsum(caps[order], axis=1)
+        count = (carried < self.capacity.total).sum(axis=1) + 1
+        seconds = np.cumsum(np.take_along_axis(cost, order, 1), axis=1)
+        rows = np.flatnonzero(count <= len(caps))
+        total = seconds[rows, count[rows] - 1]
+        stars, found = list[Ints](), list[set[int]]()
+        for i in rows[np.argsort(total, kind="stable")]:
+            near = {int(j) for j in order[i, : count[i]]}
+            if all(2 * len(near & other) < len(near) for other in found):
+                stars.append(order[i])
+                found.append(near)
+            if len(stars) == STARS:
+                break
+        return stars
+
+    def _construct(self, period: float, ranked: Ints | None = None) -> list[int]:
+        """Peers by rank (by speed), each where it lengthens the path least, until they carry the model; empty if they
+        do not."""
         caps = self.capacity.caps(period)[:, 0]
         longest, both = _at(self, period, 0.0)
         links = np.where(longest <= period * (1 + 1e-9), both, np.inf)
         path: list[int] = []
         carried = 0.0
-        for i in np.argsort(-caps, kind="stable"):
+        for i in np.argsort(-caps, kind="stable") if ranked is None else ranked:
             if caps[i] <= 0:
-                break
+                continue
             if not path:
                 ends = np.isfinite(links[i]).any()
                 if not ends:
