@@ -8,7 +8,7 @@
 A part (a peer's computing, a link) deviates when it was off by more than `TOLERANCE` in each of the last `PATIENCE`
 steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was measured is what is
 expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes if it saves more
-over the next `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and `LEAST_GAIN` of
+in its first `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and `LEAST_GAIN` of
 the step at least.
 """
 
@@ -207,21 +207,28 @@ def copy_seconds(
 
 
 def balance(
-    now_s: float, proposed_s: float, steps: int, copy_s: float, border_s: float = 0.0, background: bool = True
+    now_s: float,
+    proposed_s: float,
+    steps_left: int,
+    copy_s: float,
+    border_s: float = 0.0,
+    background: bool = True,
+    horizon: int = HORIZON,
 ) -> tuple[float, float]:
-    """What going over to another plan saves in the next `steps` steps, and what it costs: (seconds, seconds). Of
+    """What going over to another plan saves in its first `horizon` steps, and what it costs: (seconds, seconds). Of
     several plans, that with the largest difference is best. Steps that pass while state is copied in the background
-    save nothing.
+    save nothing; the horizon begins after them, since a copy that no longer promises anything is given up.
 
-    >>> balance(2.0, 1.0, 30, copy_s=20.0)  # 10 steps pass meanwhile
+    >>> balance(2.0, 1.0, 100, copy_s=20.0)  # 10 steps pass meanwhile
+    (30.0, 2.0)
+    >>> balance(2.0, 1.0, 30, copy_s=20.0)
     (20.0, 2.0)
-    >>> balance(2.0, 1.0, 30, copy_s=20.0, background=False)
+    >>> balance(2.0, 1.0, 100, copy_s=20.0, background=False)
     (30.0, 20.0)
     """
-    if not background:
-        return (now_s - proposed_s) * steps, border_s + copy_s
-    copied = min(float(steps), copy_s / now_s)
-    return (now_s - proposed_s) * (steps - copied), border_s + BACKGROUND * copied * now_s
+    copied = min(float(steps_left), copy_s / now_s) if background else 0.0
+    saved_s = (now_s - proposed_s) * min(float(horizon), steps_left - copied)
+    return saved_s, border_s + (BACKGROUND * copied * now_s if background else copy_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +282,10 @@ def decide(
     gain_s = now_s - proposed_s
     if kind == "nothing" or gain_s < LEAST_GAIN * now_s:
         return Keep(f"no plan is faster than this one by {LEAST_GAIN:.0%}")
-    steps = min(horizon, steps_left)
     moving = kind != "codecs"
-    saved_s, stall_s = balance(now_s, proposed_s, steps, copy_s * moving, border_s * moving, background)
+    saved_s, stall_s = balance(now_s, proposed_s, steps_left, copy_s * moving, border_s * moving, background, horizon)
     if saved_s <= stall_s:
+        steps = min(horizon, steps_left)
         return Keep(f"the change costs {duration(stall_s)} and saves {duration(saved_s)} in {steps} steps")
     cost = f", which costs {duration(stall_s)}" if stall_s else ""
     reason = f"{duration(now_s)} a step, {duration(proposed_s)} after the change{cost}"

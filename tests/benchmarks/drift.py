@@ -18,7 +18,7 @@ from geotrain import replan
 from geotrain.base import Link, LinkUse, Plan, Stage
 from geotrain.links import SHIFT_SAMPLES, LinkBook
 from geotrain.planner.chain import along
-from geotrain.planner.exact import Found
+from geotrain.planner.exact import Found, found
 from geotrain.planner.heuristic import search
 from geotrain.planner.price import price
 from geotrain.planner.problem import Network, Problem
@@ -37,7 +37,7 @@ LOOKS = 8
 
 IDLE_EVERY = 5
 CHECK_EVERY = 20
-EFFORT_S = 0.05
+EFFORT_S = 0.2
 """The planner's own measure of effort."""
 
 PARAMETERS = 12 * 1024**2
@@ -123,16 +123,14 @@ class Outcome:
 
 
 def clairvoyant(world: World) -> Outcome:
-    """The best plan for every step, reached for nothing."""
-    outcome, plans, known = Outcome(), dict[bytes, Found](), list[Found]()
-    for problem in world.problems:
-        key = problem.network.rate.tobytes() + problem.speed.tobytes()
-        if key not in plans:
-            near = min(known, key=lambda plan: step_s(problem, plan)).order if known else ()
-            plans[key] = min([best(problem, near), *known], key=lambda plan: step_s(problem, plan))
-            known.append(plans[key])
-        outcome.seconds += step_s(problem, plans[key])
-    return outcome
+    """The best plan for every step, of all that are best for some step, reached for nothing."""
+    different = {p.network.rate.tobytes() + p.speed.tobytes(): p for p in world.problems}
+    plans: list[Found] = []
+    for problem in different.values():
+        near = min(plans, key=lambda plan: step_s(problem, plan)).order if plans else ()
+        plans.append(best(problem, near))
+    least = {key: min(step_s(problem, plan) for plan in plans) for key, problem in different.items()}
+    return Outcome(sum(least[p.network.rate.tobytes() + p.speed.tobytes()] for p in world.problems))
 
 
 def never(world: World) -> Outcome:
@@ -145,7 +143,6 @@ class Ours:
 
     def __init__(self, world: World, background: bool) -> None:
         self.world, self.background = world, background
-        self.horizon = 2 * replan.HORIZON if background else replan.HORIZON
         self.random = np.random.default_rng(world.seed + 1000)
         self.book, self.outcome, self.now_s = LinkBook(), Outcome(), 0.0
         first = world.problems[0]
@@ -155,6 +152,7 @@ class Ours:
         self.coming: tuple[Found, float] | None = None
         """A plan whose state is being copied, and the seconds that this still takes."""
         self.because: list[replan.Deviation] = []
+        self.past: list[Found] = []
         self.plan = best(self.believed())
         self.watch = replan.Watch(self._expected())
 
@@ -185,6 +183,7 @@ class Ours:
 
     def _go_over(self, proposed: Found) -> None:
         self.outcome.moves += 1
+        self.past.append(self.plan)
         self.plan = proposed
         self.watch = replan.Watch(self._expected())
 
@@ -247,25 +246,24 @@ class Ours:
     def _ask(self, problem: Problem, left: int, because: Sequence[replan.Deviation]) -> None:
         """A plan from scratch and the best cuts for the same peers; the links that a plan would use are tried first."""
         self.outcome.asked += 1
-        steps = min(self.horizon, left)
 
         def gain_s(option: Found) -> float:
             copy_s = self._copy_s(question, option)
             here, there = step_s(question, self.plan), step_s(question, option)
-            saved_s, stall_s = replan.balance(here, there, steps, copy_s, background=self.background)
+            saved_s, stall_s = replan.balance(here, there, left, copy_s, background=self.background)
             return saved_s - stall_s
 
         for _ in range(LOOKS):
             question = self.believed()
-            found = [best(question, self.plan.order), along(question, self.plan.order), *self._near(question)]
-            proposed = max((option for option in found if option is not None), key=gain_s)
-            if not self._probe(problem, self._edges(proposed.order)):
+            options = [best(question, self.plan.order), along(question, self.plan.order), *self._near(question)]
+            proposed = max((option for option in options if option is not None), key=gain_s)
+            if not self._probe(problem, [*self._edges(proposed.order), *self._ways(proposed)]):
                 break
         question = self.believed()
         verdict = replan.decide(
             as_plan(question, self.plan), as_plan(question, proposed), now_s=step_s(question, self.plan),
             proposed_s=step_s(question, proposed), steps_left=left, copy_s=self._copy_s(question, proposed),
-            background=self.background, horizon=self.horizon, because=because,
+            background=self.background, because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Keep):
             return
@@ -279,18 +277,31 @@ class Ours:
             self._go_over(proposed)
 
     def _near(self, question: Problem) -> list[Found]:
-        """One peer fewer, or one more: little state moves."""
+        """One peer fewer or one more, one for another, and the plans of before: little state moves."""
         order = list(self.plan.order)
         others = [p for p in np.argsort(-question.speed)[:NEAR] if p not in order]
         orders = [order[:i] + order[i + 1 :] for i in range(len(order)) if len(order) > 1]
         orders += [[*order[:i], int(p), *order[i:]] for p in others for i in range(len(order) + 1)]
-        found = (along(question, o, tolerance=0.01, runs=8) for o in orders)
-        return [option for option in found if option is not None]
+        tried = [along(question, o, tolerance=0.01, runs=8) for o in orders]
+        tried += [
+            found(question, [*order[:i], p, *order[i + 1 :]], list(self.plan.cuts), list(self.plan.codecs))
+            for i in range(len(order)) for p in set(range(PEERS)) - set(order)
+        ]  # fmt: skip
+        tried += [found(question, list(p.order), list(p.cuts), list(p.codecs)) for p in self.past]
+        return [option for option in tried if option is not None and np.isfinite(option.value)]
 
-    def _copy_s(self, problem: Problem, proposed: Found) -> float:
-        moves = replan.transfers(
+    def _moves(self, problem: Problem, proposed: Found) -> tuple[replan.Transfer, ...]:
+        return replan.transfers(
             as_plan(problem, self.plan), as_plan(problem, proposed), lambda a, b: int(STATE_BYTES * (b - a))
         )
+
+    def _ways(self, proposed: Found) -> list[tuple[int, int]]:
+        """The links that the state would take."""
+        moves = self._moves(self.world.problems[0], proposed)
+        return [(self.names.index(m.src), self.names.index(m.dst)) for m in moves]
+
+    def _copy_s(self, problem: Problem, proposed: Found) -> float:
+        moves = self._moves(problem, proposed)
         ids = {name: i for i, name in enumerate(self.names)}
         links = [Link(m.src, m.dst, float(problem.network.rates(ids[m.src], ids[m.dst])), 0.0) for m in moves]
         ends = problem.network.up, problem.network.down

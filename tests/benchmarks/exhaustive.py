@@ -32,8 +32,8 @@ def exhaustive(problem: Problem, known: Found) -> Found:
         ways = stack.pop()
         if len(ways.peer) > _ROWS:
             stack += [ways.take(slice(_ROWS, None)), ways.take(slice(_ROWS))]
-        else:
-            stack += [on for on in search.on(ways) if len(on.peer)]
+        elif len(ways.peer):
+            stack.append(search.on(ways))
     return search.best
 
 
@@ -73,6 +73,11 @@ class _Search:
         self.latency = latency + latency.T
         f, g = problem.pairs.T
         self.ahead, self.back = problem.forward_sizes[f], problem.backward_sizes[g]
+        far = np.where(np.eye(problem.size, dtype=bool), np.inf, 0.0)[..., None]
+        there, home = (self.ahead.min(axis=0) / self.rate[..., None], self.back.min(axis=0) / self.rate.T[..., None])
+        self.entry_load = (np.maximum(there, home) + far).min(axis=0)
+        self.entry = (there + home + self.latency[..., None] + far).min(axis=0)
+        """(peers, borders): the least that the boundary before a stage takes."""
 
     def ends(self) -> _Ways:
         n, last = self.problem.size, self.problem.borders - 1
@@ -84,15 +89,16 @@ class _Search:
             zero, plan,
         ))  # fmt: skip
 
-    def on(self, ways: _Ways) -> list[_Ways]:
+    def on(self, ways: _Ways) -> _Ways:
         """With each pair of codecs at its first border, on each other peer, from each earlier border."""
         whole = ways.take(np.flatnonzero(ways.first == 0))
         self._price(self._promising(self._before(whole, 0.0, 0.0, 0.0)))
         open_ = ways.take(np.flatnonzero(ways.first > 0))
-        return [
+        parts = [
             self._promising(self._joined(open_, pair, peer))
             for pair in range(len(self.problem.pairs)) for peer in range(self.problem.size)
         ]  # fmt: skip
+        return _Ways(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(_Ways)))
 
     def _before(self, ways: _Ways, codec_s: Floats | float, out: Floats | float, into: Floats | float) -> _Ways:
         """Its first stage with all that it sends and computes."""
@@ -135,8 +141,9 @@ class _Search:
         with np.errstate(divide="ignore"):
             speed = np.where(left, 1 / self.seconds[:, 0, ways.first].T, 0.0)
             shared, alone = (np.where(open_, 1 / part, 0.0) for part in (speed.sum(axis=1), speed.max(axis=1)))
-        period = np.maximum.reduce((ways.period, ways.seconds, shared))
-        bound = (problem.microbatches - 1) * period + ways.fill + ways.seconds + alone
+        entry, load = (np.where(open_, least[ways.peer, ways.first], 0.0) for least in (self.entry, self.entry_load))
+        period = np.maximum.reduce((ways.period, ways.seconds, shared, load))
+        bound = (problem.microbatches - 1) * period + ways.fill + ways.seconds + entry + alone
         keep = bound * np.exp(ways.loss) < self.best.value * (1 - 1e-9)
         keep &= (ways.loss <= problem.loss_budget) & (self.windows[ways.peer, ways.first, ways.end] >= 1)
         return ways.take(np.flatnonzero(keep))

@@ -152,10 +152,9 @@ def test_a_switch_always_pays_within_the_horizon(now_s, proposed_s, left, copy_s
         plan(10, 20), plan(11, 20), now_s=now_s, proposed_s=proposed_s, steps_left=left, copy_s=copy_s,
         border_s=0.5, background=background,
     )  # fmt: skip
-    steps = min(30, left)
-    copied = min(steps, copy_s / now_s) if background else 0
+    copied = min(left, copy_s / now_s) if background else 0
     stall_s = 0.5 + (0.1 * copied * now_s if background else copy_s)
-    pays = (now_s - proposed_s) * (steps - copied) > stall_s and now_s - proposed_s >= 0.03 * now_s
+    pays = (now_s - proposed_s) * min(30, left - copied) > stall_s and now_s - proposed_s >= 0.03 * now_s
     assert isinstance(verdict, Switch if pays else Keep)
 
 

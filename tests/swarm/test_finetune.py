@@ -86,8 +86,10 @@ def test_lora_from_a_folder_to_folders(folder, monkeypatch):
     adapters = sum(checkpoint.store.spec(n).nbytes for n in names if not n.startswith(OPTIMIZER))
     saved = sum(checkpoint.store.spec(n).nbytes for n in names)
     assert 3 * adapters <= saved < 1.05 * 3 * adapters, "adapters and AdamW's two moments of them"
-    frozen = {n: p for n, p in resume_job(run_dir).graph.parameters.items() if not p.requires_grad}
-    assert sent(run_dir, "base_bytes") == sum(p.spec.nbytes for p in frozen.values()), "once"
+    parameters = resume_job(run_dir).graph.parameters
+    frozen = sum(p.spec.nbytes for p in parameters.values() if not p.requires_grad)
+    tied = parameters["base_model.model.model.embed_tokens.weight"].spec.nbytes  # the first and the last stage read it
+    assert frozen <= sent(run_dir, "base_bytes") <= frozen + tied, "once a peer, and not what its machine has already"
     assert sent(run_dir, "state_bytes") == 0, "fresh adapters are made where they are used"
     assert best_so_far(run_dir) == (4, result.held_out[4])
     export(run_dir, folder / "merged")
