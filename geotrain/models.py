@@ -244,7 +244,7 @@ def _with_adapters(model: nn.Module, lora: LoraSection) -> nn.Module:
     except ImportError:
         raise UserError('[model.lora] needs peft; run `pip install "geotrain[hf]"`') from None
     try:
-        adapted = peft.get_peft_model(model, lora_settings(lora), autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        adapted = peft.get_peft_model(model, lora_settings(lora))  # type: ignore[arg-type]
     except ValueError as error:
         raise ConfigError(f"[model.lora] targets: {_one_line(error)}") from None
     return adapted.train()

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from geotrain import models
-from geotrain.config import FactoryModel, GptModel, HfModel
+from geotrain.config import FactoryModel, GptModel, HfModel, LoraSection
 from geotrain.errors import ConfigError, DataError, UserError
+from geotrain.graph.deferred import record
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "context": 16}
 SHAPES = {
@@ -81,6 +82,13 @@ def test_hugging_face(folder):
     assert output.loss.shape == ()
     half = models.build(HfModel(kind="hf", path=str(folder / "config.json"), context=16, dtype="bfloat16"), 64)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_adapters_are_float32_on_a_bfloat16_base(folder):
+    config = HfModel(kind="hf", path=str(folder), context=16, dtype="bfloat16", lora=LoraSection(r=2))
+    for adapted in (models.build(config, 64), record(lambda: models.build(config, 64))):
+        types = {(p.requires_grad, p.dtype) for p in adapted.parameters()}
+        assert types == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_hugging_face_complaints(folder, tmp_path):
