@@ -27,7 +27,7 @@ EXACT_PEERS = 14
 TOLERANCE = 1e-6
 """Periods that could improve a step by less are not tried."""
 
-LOSS_FACTORS = (1.0, 8.0)
+LOSS_FACTORS = (1.0, 2.0, 4.0, 8.0)
 """A boundary's loss counts as so many times the seconds it costs, the next one where a plan is over the budget."""
 
 LOSSY_TOLERANCE, LOSSY_RUNS = 1e-3, 24
@@ -36,7 +36,7 @@ LOSSY_TOLERANCE, LOSSY_RUNS = 1e-3, 24
 MOST_PAIRS = ((8, 4), (11, 3), (EXACT_PEERS, 2))
 """Up to so many peers, so many pairs of codecs are told apart at once; more where a sweep stays within `LEAST_WORK`."""
 
-LEAST_WORK = 2_000_000
+LEAST_WORK = 20_000_000
 """Of a sweep: subsets, first peers, first and end borders, and pairs at both."""
 
 SweepAt = Callable[[float, float, float], "tuple[float, Found] | None"]

@@ -19,7 +19,7 @@ from ..graph import OpGraph, graph_hash
 from ..schedule import default_windows
 from .bound import lower_bound
 from .build import Instance, borders, check_peers, instance
-from .chain import along
+from .chain import along, nearby
 from .exact import EXACT_PEERS, TOLERANCE, Found, exact, found
 from .explain import explain, why_nothing_fits
 from .heuristic import search, useful
@@ -104,6 +104,8 @@ def _best(problem: Problem, stages: int | None, deadline_s: float, seed: int, ne
         coarse = _coarse(problem, 1 if problem.size <= 8 else stages or 1)
         few = _fewer_borders(problem, coarse)
         rough = exact(few, stages=stages, tolerance=1e-3 if few is not problem else TOLERANCE)
+        if rough is not None and stages is None and len(problem.pairs) > 1 and problem.size <= 8:
+            rough = nearby(few, rough)
         if rough is None and few is not problem:
             rough = exact(problem, stages=stages)
             return rough

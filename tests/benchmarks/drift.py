@@ -153,6 +153,8 @@ class Ours:
         """A plan whose state is being copied, and the seconds that this still takes."""
         self.because: list[replan.Deviation] = []
         self.past: list[Found] = []
+        self.settled = True
+        """Whether all that the last answer rests on was as believed, and nothing has changed since."""
         self.plan = best(self.believed())
         self.watch = replan.Watch(self._expected())
 
@@ -176,7 +178,7 @@ class Ours:
                 question = self.believed()
                 if step_s(question, self.coming[0]) > step_s(question, self.plan) * (1 - replan.LEAST_GAIN):
                     self.coming = None
-            if self.coming is None and (self.because or (number + 1) % CHECK_EVERY == 0):
+            if self.coming is None and (self.because or not self.settled or (number + 1) % CHECK_EVERY == 0):
                 self._ask(problem, STEPS - 1 - number, self.because)
                 self.because = []
         return self.outcome
@@ -184,7 +186,7 @@ class Ours:
     def _go_over(self, proposed: Found) -> None:
         self.outcome.moves += 1
         self.past.append(self.plan)
-        self.plan = proposed
+        self.plan, self.settled = proposed, False
         self.watch = replan.Watch(self._expected())
 
     def _noise(self, size: int | None = None) -> Any:
@@ -244,20 +246,24 @@ class Ours:
         return figures
 
     def _ask(self, problem: Problem, left: int, because: Sequence[replan.Deviation]) -> None:
-        """A plan from scratch and the best cuts for the same peers; the links that a plan would use are tried first."""
+        """The links that a plan would use are tried first; until all are as believed, we ask again. What pays within a
+        horizon from now comes first; only if nothing does, a plan whose state takes longer to copy."""
         self.outcome.asked += 1
 
-        def gain_s(option: Found) -> float:
-            copy_s = self._copy_s(question, option)
-            here, there = step_s(question, self.plan), step_s(question, option)
-            saved_s, stall_s = replan.balance(here, there, left, copy_s, background=self.background)
-            return saved_s - stall_s
+        def gain_s(option: Found, steps: int) -> float:
+            here, there, copy_s = step_s(question, self.plan), step_s(question, option), self._copy_s(question, option)
+            saved_s, stall_s = replan.balance(here, there, steps, copy_s, background=self.background)
+            return (saved_s - stall_s) * (here - there > replan.LEAST_GAIN * here)
 
         for _ in range(LOOKS):
             question = self.believed()
-            options = [best(question, self.plan.order), along(question, self.plan.order), *self._near(question)]
-            proposed = max((option for option in options if option is not None), key=gain_s)
-            if not self._probe(problem, [*self._edges(proposed.order), *self._ways(proposed)]):
+            options = [best(question, self.plan.order), *self._near(question)]
+            for steps in (min(left, replan.HORIZON), left):
+                proposed = max(options, key=lambda option: gain_s(option, steps))
+                if gain_s(proposed, steps) > 0:
+                    break
+            self.settled = not self._probe(problem, [*self._edges(proposed.order), *self._ways(proposed)])
+            if self.settled:
                 break
         question = self.believed()
         verdict = replan.decide(
@@ -277,12 +283,12 @@ class Ours:
             self._go_over(proposed)
 
     def _near(self, question: Problem) -> list[Found]:
-        """One peer fewer or one more, one for another, and the plans of before: little state moves."""
+        """Other cuts, one peer fewer or more, one for another, and the plans of before: little state moves."""
         order = list(self.plan.order)
         others = [p for p in np.argsort(-question.speed)[:NEAR] if p not in order]
         orders = [order[:i] + order[i + 1 :] for i in range(len(order)) if len(order) > 1]
         orders += [[*order[:i], int(p), *order[i:]] for p in others for i in range(len(order) + 1)]
-        tried = [along(question, o, tolerance=0.01, runs=8) for o in orders]
+        tried = [along(question, o, tolerance=0.01, runs=8) for o in (order, *orders)]
         tried += [
             found(question, [*order[:i], p, *order[i + 1 :]], list(self.plan.cuts), list(self.plan.codecs))
             for i in range(len(order)) for p in set(range(PEERS)) - set(order)

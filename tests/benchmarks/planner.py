@@ -4,6 +4,7 @@ import statistics
 import time
 
 from geotrain.planner.bound import lower_bound
+from geotrain.planner.chain import nearby
 from geotrain.planner.exact import exact
 from geotrain.planner.heuristic import search
 from geotrain.planner.polish import polish
@@ -13,12 +14,12 @@ from .exhaustive import exhaustive, plans
 from .planning import instance
 from .tables import Table
 
-BLOCKS = 6
+BLOCKS = 10
 """Of a model whose plans are all looked at."""
 
 
 def benchmark(short: bool) -> list[Table]:
-    return [_exhaustive(short), _certificates(short)]
+    return [_exhaustive(short), _exact(short), _certificates(short)]
 
 
 def _exhaustive(short: bool) -> Table:
@@ -32,7 +33,7 @@ def _exhaustive(short: bool) -> Table:
                 made = exact(problem)
                 if made is None:
                     continue
-                made = polish(problem, made)
+                made = polish(problem, nearby(problem, made))
                 spent.append(time.process_time() - begin)
                 over.append(made.value / exhaustive(problem, made).value)
                 many.append(plans(problem))
@@ -42,6 +43,24 @@ def _exhaustive(short: bool) -> Table:
             )  # fmt: skip
     columns = ("peers", "codecs", "instances", "mean", "worst", "plans there are", "seconds of CPU to plan")
     return Table("plans over the best of all orders, subsets, cuts and codecs", columns, rows)
+
+
+def _exact(short: bool) -> Table:
+    """More peers than all plans can be looked at for, nothing compressed: the exact search, and what it takes."""
+    over, spent, searched = list[float](), list[float](), list[float]()
+    for seed in range(2 if short else 20):
+        problem = random_problem(seed, 14, 2 * BLOCKS)
+        begin = time.process_time()
+        made = exact(problem)
+        spent.append(time.process_time() - begin)
+        begin = time.process_time()
+        rough = search(problem, 1.0, 0)
+        searched.append(time.process_time() - begin)
+        if made is not None and rough is not None:
+            over.append(rough.value / made.value)
+    row = (len(over), statistics.median(spent), max(spent), statistics.fmean(over), max(over))
+    columns = ("instances", "seconds of CPU, median", "most", "local search over it: mean", "worst")
+    return Table("the exact search of 14 peers", columns, [row])
 
 
 def _certificates(short: bool) -> Table:
