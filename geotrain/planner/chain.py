@@ -8,6 +8,9 @@ from .exact import Found, found, over_periods
 from .problem import Floats, Problem
 from .tables import AtPeriod, Tables
 
+PLACES = 250
+"""Borders times pairs of codecs that are always affordable: all pairs of a short model."""
+
 
 def along(
     problem: Problem,
@@ -21,7 +24,7 @@ def along(
     if len(order) >= problem.borders:
         return known
     tables = Tables(problem.take(order))
-    most = 6 if len(order) <= 8 else 3 if len(order) <= 14 else 2
+    most = max(6 if len(order) <= 8 else 3 if len(order) <= 14 else 2, PLACES // problem.borders)
 
     def sweep(period: float, limit: float, weight: float) -> tuple[float, Found] | None:
         return _sweep(problem, order, tables.at(period, weight, most), limit)

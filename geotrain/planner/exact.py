@@ -27,7 +27,7 @@ EXACT_PEERS = 14
 TOLERANCE = 1e-6
 """Periods that could improve a step by less are not tried."""
 
-LOSS_FACTORS = (1.0, 2.0, 4.0, 8.0)
+LOSS_FACTORS = tuple(1.3**k for k in range(9))
 """A boundary's loss counts as so many times the seconds it costs, the next one where a plan is over the budget."""
 
 LOSSY_TOLERANCE, LOSSY_RUNS = 1e-3, 24
@@ -104,7 +104,7 @@ def over_periods(
         if bound >= top * (1 - tolerance) or end <= start:
             continue
         runs -= 1
-        cost, period = np.inf, end
+        cost, period, filled = np.inf, end, 0.0
         for factor in LOSS_FACTORS:
             pipeline = sweep(end, top - many * start, factor * (many * start + least))
             if pipeline is None:
@@ -112,11 +112,13 @@ def over_periods(
             cost, plan = min(cost, pipeline[0]), pipeline[1]
             best = better(best, plan)
             if np.isfinite(plan.value):
-                period = min(period, plan.price.period_seconds)
+                period, filled = min(period, plan.price.period_seconds), plan.price.fill_seconds
                 break
         if many == 0 or not np.isfinite(cost):
             continue
-        least, end = max(least, cost), period * (1 - 1e-7)
+        # at its own period a plan may have to recompute, and fill longer than was promised: then another may be better
+        again = filled > cost * (1 + 1e-9) and period < end * (1 - 1e-6)
+        least, end = max(least, cost), period if again else period * (1 - 1e-7)
         middle = (start + end) / 2
         for a, b in ((start, middle), (middle, end)):
             heapq.heappush(heap, (many * a + least, next(order), a, b, least))

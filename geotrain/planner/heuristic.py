@@ -275,7 +275,7 @@ class _Space:
         g = np.where(carries, g, len(self.grid) - 1)
         held = np.take_along_axis(caps, g[..., None], -1)[..., 0]
         used = np.take_along_axis(busy, g[..., None], -1)[..., 0]
-        part = self.total / np.maximum(held, 1e-300)
+        part = self.total / np.maximum(held, 1e-9 * self.total)
         period = self.grid[g] * np.where(carries, 1.0, part * 1.05)
         return period, used * part
 

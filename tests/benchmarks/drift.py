@@ -255,6 +255,7 @@ class Ours:
             saved_s, stall_s = replan.balance(here, there, steps, copy_s, background=self.background)
             return (saved_s - stall_s) * (here - there > replan.LEAST_GAIN * here)
 
+        question, proposed = self.believed(), self.plan
         for _ in range(LOOKS):
             question = self.believed()
             options = [best(question, self.plan.order), *self._near(question)]

@@ -138,12 +138,14 @@ class _Search:
         problem = self.problem
         open_ = ways.first > 0
         left = open_[:, None] & ((ways.used[:, None] >> np.arange(problem.size)) & 1 == 0)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # with one microbatch, 0 times infinity: not promising
             speed = np.where(left, 1 / self.seconds[:, 0, ways.first].T, 0.0)
             shared, alone = (np.where(open_, 1 / part, 0.0) for part in (speed.sum(axis=1), speed.max(axis=1)))
-        entry, load = (np.where(open_, least[ways.peer, ways.first], 0.0) for least in (self.entry, self.entry_load))
-        period = np.maximum.reduce((ways.period, ways.seconds, shared, load))
-        bound = (problem.microbatches - 1) * period + ways.fill + ways.seconds + entry + alone
+            entry, load = (
+                np.where(open_, least[ways.peer, ways.first], 0.0) for least in (self.entry, self.entry_load)
+            )
+            period = np.maximum.reduce((ways.period, ways.seconds, shared, load))
+            bound = (problem.microbatches - 1) * period + ways.fill + ways.seconds + entry + alone
         keep = bound * np.exp(ways.loss) < self.best.value * (1 - 1e-9)
         keep &= (ways.loss <= problem.loss_budget) & (self.windows[ways.peer, ways.first, ways.end] >= 1)
         return ways.take(np.flatnonzero(keep))
