@@ -199,15 +199,14 @@ class Coordinator:
         self._check_token(request.run, request.token)
         if request.epoch != self._state.epoch:
             raise RemoteError(f"epoch {request.epoch} is over")
-        base_bytes = state_bytes = 0
+        sent = {True: 0, False: 0}  # bytes, by whether they are of the base
         try:
             async for name, chunk in self._shelf.read(request.names, request.skip):
-                base = name in self._base.digests
-                base_bytes, state_bytes = base_bytes + len(chunk) * base, state_bytes + len(chunk) * (not base)
+                sent[name in self._base.digests] += len(chunk)
                 yield chunk
         finally:
             if not self._closed:
-                self._emit(events.Fetched(request.peer, base_bytes, state_bytes))
+                self._emit(events.Fetched(request.peer, sent[True], sent[False]))
 
     async def store(self, request: protocol.Store, chunks: AsyncIterator[bytes]) -> None:
         self._check_token(request.run, request.token)
@@ -361,9 +360,8 @@ class Coordinator:
     # Plans.
 
     async def _propose(self, epoch: int, peers: Sequence[Peer]) -> None:
-        given = self._given_plan
-        if given is not None and not {stage.peer for stage in given.stages} <= {peer.name for peer in peers}:
-            given = None  # somebody it needs is gone
+        all_here = self._state.settings.named <= {peer.name for peer in peers}
+        given = self._given_plan if all_here else None
         self._plan_is_given = given is not None
         try:
             question = self._scheduler.ask(self._known(peers), time.monotonic())

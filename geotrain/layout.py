@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from . import planner, protocol, schedule
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung, extra_steps
+from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung
 from .config import JobConfig
 from .errors import PlanError
 from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
@@ -71,7 +71,7 @@ def lay_out(
             graph, peers, microbatches=train.microbatches, schedule=job.pipeline.schedule,
             optimizer=train.optimizer, momentum=train.momentum, links=links, epoch=epoch,
             stages=None if wanted is None else min(wanted, len(peers)), forward=forward, backward=backward,
-            max_extra_steps=extra_steps(job.compression.max_loss_increase), near=near, costs=costs,
+            max_loss_increase=job.compression.max_loss_increase, near=near, costs=costs,
         )  # fmt: skip
     planner.check(plan, graph, peers, optimizer=train.optimizer, momentum=train.momentum)
     stages = tuple(cut(graph, [stage.first_op for stage in plan.stages[1:]]))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import BACKWARD, FORWARD, RAW, extra_steps
+from .codecs.ladder import BACKWARD, FORWARD, RAW
 from .config import JobConfig, load_job
 from .coordinate import read_plan
 from .disk import write_atomic
@@ -308,7 +308,7 @@ def _compare(console: Console, question: Question, answer: Answer) -> None:
         question.graph, question.peers, borders(question.graph, count, _BORDERS), microbatches=train.microbatches,
         schedule=question.job.pipeline.schedule, optimizer=train.optimizer, momentum=train.momentum,
         links=question.links, forward=FORWARD, backward=BACKWARD,
-        max_extra_steps=extra_steps(question.job.compression.max_loss_increase),
+        max_loss_increase=question.job.compression.max_loss_increase,
     )  # fmt: skip
     table = Table(
         "simpler plans with all of these peers", "equal cuts", "proportional", "exact", box=None, pad_edge=False

@@ -204,10 +204,7 @@ def _links(facts: Facts) -> str:
 
 def _bytes(facts: Facts) -> str:
     classes, steps = facts["bytes"], max(len(facts["losses"]), 1)
-    rows = [
-        [what, size(classes[name]), f"{size(classes[name] / steps)} a step"]
-        for what, name in (("values", "values"), ("gradients", "gradients"))
-    ]
+    rows = [[name, size(classes[name]), f"{size(classes[name] / steps)} a step"] for name in ("values", "gradients")]
     for what, name in (("weights that no step changes, once", "base"), ("other weights and states", "state")):
         sent = {peer: nbytes for peer, nbytes in classes[name].items() if nbytes}
         parts = ", ".join(f"{peer} {size(nbytes)}" for peer, nbytes in sent.items())

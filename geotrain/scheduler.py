@@ -62,6 +62,7 @@ class Scheduler:
 
     def __init__(self, job: JobConfig, graph: OpGraph) -> None:
         self._job, self._graph = job, graph
+        self._max_extra_steps = extra_steps(job.compression.max_loss_increase)
         self._book = LinkBook()
         self._profiles: dict[str, Profile] = {}
         self._costs = CostModel(graph)
@@ -114,8 +115,8 @@ class Scheduler:
         expected = plan_cost(self._layout.plan, FORWARD, BACKWARD)
         if expected > 0:
             self._cost_factor = max(1.0, SENSITIVITY * error / expected)
-        cost, budget = SENSITIVITY * error, extra_steps(self._job.compression.max_loss_increase)
-        return events.Tried(trial.step, error, losses[1] - losses[0], cost, budget)
+        cost = SENSITIVITY * error
+        return events.Tried(trial.step, error, losses[1] - losses[0], cost, self._max_extra_steps)
 
     def rested(self, name: str, flops_per_s: float) -> None:
         """What a peer without a stage can do now."""
@@ -223,7 +224,7 @@ class Scheduler:
 
     def better(self, question: Question, layout: Layout, steps_left: int, because: Sequence[replan.Deviation]) -> Found:
         """Whether another plan than that of `layout` is worth going over to."""
-        current, budget = layout.plan, extra_steps(self._job.compression.max_loss_increase)
+        current, budget = layout.plan, self._max_extra_steps
         cost = plan_cost(current, question.forward, question.backward)
         try:
             proposed = self.lay_out(question, current.epoch, near=current)

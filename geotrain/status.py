@@ -23,6 +23,9 @@ from .words import duration
 _RECENT = 10
 """So many steps say how long one takes."""
 
+_SAID = 3
+"""So many of the last decisions are shown."""
+
 _Record = TypeVar("_Record", Peer, Link)
 
 
@@ -136,8 +139,8 @@ def show(console: Console, record: Record) -> None:
         for link in sorted(record.links, key=lambda link: link.rate_bytes_per_s):
             table.add_row(f"{link.src} to {link.dst}", f"{link.rate_bytes_per_s * 8e-6:.3g}", duration(link.latency_s))
         console.print(table)
-    for words in record.said[-3:]:
-        console.print(words)
+    for line in record.said[-_SAID:]:
+        console.print(line)
 
 
 def _stages(planned: Mapping[str, Any]) -> Table:

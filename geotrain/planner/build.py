@@ -9,7 +9,7 @@ import numpy as np
 from ..base import ITEM_BYTES, Link, Peer
 from ..blocks import NARROW, CostModel
 from ..codecs import get_codec
-from ..codecs.ladder import RAW, Rung
+from ..codecs.ladder import RAW, Rung, extra_steps
 from ..coding import compressible
 from ..cost import CostTable
 from ..errors import PlanError
@@ -70,7 +70,7 @@ def instance(
     links: Sequence[Link] = (),
     forward: Sequence[Rung] = (RAW,),
     backward: Sequence[Rung] = (RAW,),
-    max_extra_steps: float = 0.06,
+    max_loss_increase: float = 0.01,
     costs: CostModel | None = None,
 ) -> Instance:
     """Raises `PlanError` for an unknown optimizer or codec."""
@@ -110,7 +110,7 @@ def instance(
         backward_rest=np.maximum(inner[1] - raw, 0.0),
         forward=ladders[0],
         backward=ladders[1],
-        max_extra_steps=max_extra_steps,
+        max_extra_steps=extra_steps(max_loss_increase),
         routes=tuple(_routes(graph, sent, points)),
     )
     return Instance(problem, tuple(points), table)

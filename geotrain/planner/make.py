@@ -49,7 +49,7 @@ def plan(
     epoch: int = 1,
     forward: Sequence[Rung] = (RAW,),
     backward: Sequence[Rung] = (RAW,),
-    max_extra_steps: float = 0.06,
+    max_loss_increase: float = 0.01,
     deadline_s: float = 1.0,
     seed: int = 0,
     near: Plan | None = None,
@@ -61,7 +61,7 @@ def plan(
         links: rates and latencies of directed pairs; a pair not listed has what its ends allow, and no latency.
         stages: exactly so many stages. None: as many as make the step fastest.
         forward, backward: the codecs to choose from. Raw tensors always may be sent.
-        max_extra_steps: the most extra steps, as a fraction, that all codecs of the plan may cost together.
+        max_loss_increase: how much higher, as a fraction, all codecs of the plan may leave the loss after equal steps.
         deadline_s: how long to search, on one core; it is turned into a number of rounds, so that the same input
             gives the same plan.
         near: the plan that runs now. Another one must be worth moving the state.
@@ -81,7 +81,7 @@ def plan(
         raise PlanError(f"the model can be cut into {len(places) - 1} stages at most, not {stages}")
     made = instance(
         graph, peers, places, microbatches=microbatches, schedule=schedule, optimizer=optimizer, momentum=momentum,
-        links=links, forward=forward, backward=backward, max_extra_steps=max_extra_steps, costs=costs,
+        links=links, forward=forward, backward=backward, max_loss_increase=max_loss_increase, costs=costs,
     )  # fmt: skip
     problem = made.problem
     best = _best(problem, stages, deadline_s, seed, _order(near, problem))

@@ -122,15 +122,20 @@ class Outcome:
     asked: int = 0
 
 
+def _key(problem: Problem) -> bytes:
+    """Of what drifts."""
+    return problem.network.rate.tobytes() + problem.speed.tobytes()
+
+
 def clairvoyant(world: World) -> Outcome:
     """The best plan for every step, of all that are best for some step, reached for nothing."""
-    different = {p.network.rate.tobytes() + p.speed.tobytes(): p for p in world.problems}
+    different = {_key(problem): problem for problem in world.problems}
     plans: list[Found] = []
     for problem in different.values():
         near = min(plans, key=lambda plan: step_s(problem, plan)).order if plans else ()
         plans.append(best(problem, near))
     least = {key: min(step_s(problem, plan) for plan in plans) for key, problem in different.items()}
-    return Outcome(sum(least[p.network.rate.tobytes() + p.speed.tobytes()] for p in world.problems))
+    return Outcome(sum(least[_key(problem)] for problem in world.problems))
 
 
 def never(world: World) -> Outcome:
@@ -255,7 +260,6 @@ class Ours:
             saved_s, stall_s = replan.balance(here, there, steps, copy_s, background=self.background)
             return (saved_s - stall_s) * (here - there > replan.LEAST_GAIN * here)
 
-        question, proposed = self.believed(), self.plan
         for _ in range(LOOKS):
             question = self.believed()
             options = [best(question, self.plan.order), *self._near(question)]
@@ -297,18 +301,19 @@ class Ours:
         tried += [found(question, list(p.order), list(p.cuts), list(p.codecs)) for p in self.past]
         return [option for option in tried if option is not None and np.isfinite(option.value)]
 
-    def _moves(self, problem: Problem, proposed: Found) -> tuple[replan.Transfer, ...]:
+    def _moves(self, proposed: Found) -> tuple[replan.Transfer, ...]:
+        """Of the state, whatever the links are like."""
+        first = self.world.problems[0]
         return replan.transfers(
-            as_plan(problem, self.plan), as_plan(problem, proposed), lambda a, b: int(STATE_BYTES * (b - a))
+            as_plan(first, self.plan), as_plan(first, proposed), lambda a, b: int(STATE_BYTES * (b - a))
         )
 
     def _ways(self, proposed: Found) -> list[tuple[int, int]]:
         """The links that the state would take."""
-        moves = self._moves(self.world.problems[0], proposed)
-        return [(self.names.index(m.src), self.names.index(m.dst)) for m in moves]
+        return [(self.names.index(m.src), self.names.index(m.dst)) for m in self._moves(proposed)]
 
     def _copy_s(self, problem: Problem, proposed: Found) -> float:
-        moves = self._moves(problem, proposed)
+        moves = self._moves(proposed)
         ids = {name: i for i, name in enumerate(self.names)}
         links = [Link(m.src, m.dst, float(problem.network.rates(ids[m.src], ids[m.dst])), 0.0) for m in moves]
         ends = problem.network.up, problem.network.down

@@ -474,12 +474,15 @@ def shaped(body: Callable[[Members, Topology], Awaitable[None]], run: Run) -> No
 
 
 async def takes(members: Members, flows: Mapping[tuple[str, str], int], nbytes: int, ideal_s: Sequence[float]) -> None:
-    """The flows take their ideal times, within 5 %: never less, and not more when the machine lets us (best of 4)."""
+    """The flows never take less than their ideal times, nor what a delay for each frame, or another's rate, would add.
+
+    Of the upper bound the best of 4 counts, since other work on the machine adds to each.
+    """
     seconds: list[float] = []
     for _ in range(4):
         seconds = list((await timed(members, flows, nbytes)).values())
         assert all(took >= 0.95 * ideal for took, ideal in zip(seconds, ideal_s, strict=True))
-        if all(took <= 1.05 * ideal for took, ideal in zip(seconds, ideal_s, strict=True)):
+        if all(took <= 1.3 * ideal for took, ideal in zip(seconds, ideal_s, strict=True)):
             return
     raise AssertionError(f"{seconds} s instead of {ideal_s} s, each time")
 
