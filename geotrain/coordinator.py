@@ -17,6 +17,7 @@ from .config import JobConfig
 from .data import Source
 from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
 from .graph import OpGraph
+from .holdings import Holdings
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
 from .layout import Layout, handover
@@ -117,6 +118,7 @@ class Coordinator:
         self._considering = False
         self._linked: list[str] = []
         self._base = Base(graph, weights)
+        self._holdings = Holdings()
         self._shelf = Shelf(None, {}, self._base)
         self._uploads: dict[tuple[int, bool], Upload] = {}
         self._last_checkpoint: Upload | None = None
@@ -173,13 +175,19 @@ class Coordinator:
                 links = [replace(use, dst=name) for use in message.links]
                 self._scheduler.saw(links, self._state.survey_s, now_s, probe=True)
                 self._scheduler.measured(member.peer, member.kind, message.flops_per_s, message.times)
+            stage = self._state.stage_of(name)
+            if isinstance(message, protocol.Loaded) and message.epoch == self._state.epoch and stage is not None:
+                given = self._shelf.given(self._layout.stages[stage])
+                self._holdings.has(name, (tensor.digest for tensor in given))
+                if message.shared_bytes > 0:
+                    self._emit(events.Fetched(name, 0, 0, message.shared_bytes))
             if isinstance(message, protocol.Tried) and message.epoch == self._state.epoch:
                 tried = self._scheduler.tried(message.trial)
                 if tried is not None:
                     self._emit(tried)
                 if tried is not None and tried.cost > tried.budget:
                     self._look_for_better(())
-            if isinstance(message, protocol.Progress) and self._state.stage_of(name) is None:
+            if isinstance(message, protocol.Progress) and stage is None:
                 now_s = time.monotonic()
                 self._scheduler.saw(
                     [replace(use, dst=name) for use in message.links], now_s - HEARTBEAT_S, now_s, probe=True
@@ -200,11 +208,13 @@ class Coordinator:
         if request.epoch != self._state.epoch:
             raise RemoteError(f"epoch {request.epoch} is over")
         sent = {True: 0, False: 0}  # bytes, by whether they are of the base
+        began_s = time.monotonic()
         try:
             async for name, chunk in self._shelf.read(request.names, request.skip):
                 sent[name in self._base.digests] += len(chunk)
                 yield chunk
         finally:
+            self._holdings.served(request.peer, sum(sent.values()), time.monotonic() - began_s)
             if not self._closed:
                 self._emit(events.Fetched(request.peer, sent[True], sent[False]))
 
@@ -385,7 +395,7 @@ class Coordinator:
         """Every stage starts from the checkpoint at `step`, or fresh."""
         self._begin(layout, "")
         self._shelf = Shelf(self._weights_at(step), self.graph.ties, self._base)
-        self._tell(layout, step, fetch=[self._shelf.wanted(stage) for stage in layout.stages])
+        self._tell(layout, step, [self._shelf.wanted(stage) for stage in layout.stages])
 
     def _move(self, plan: Plan, step: int, switch: runstate.Switch) -> None:
         """Every stage goes on with the state that the stages before it have."""
@@ -395,7 +405,7 @@ class Coordinator:
         self._begin(layout, switch.reason)
         moves, gifts = handover(old, layout, self._base.digests)
         fetch = [self._shelf.given(stage) for stage in layout.stages]
-        self._tell(layout, step, fetch=fetch, moves=moves, gifts=gifts)
+        self._tell(layout, step, fetch, moves, gifts)
 
     def _committed(self, event: events.StepCommitted) -> None:
         """Look at what the step took; where that is not what was planned, see whether another plan is better."""
@@ -453,7 +463,7 @@ class Coordinator:
         self,
         layout: Layout,
         step: int,
-        fetch: Sequence[tuple[protocol.NamedSpec, ...]] = (),
+        fetch: Sequence[tuple[protocol.NamedSpec, ...]],
         moves: Sequence[tuple[protocol.Move, ...]] = (),
         gifts: Mapping[str, tuple[protocol.Gift, ...]] | None = None,
     ) -> None:
@@ -461,11 +471,13 @@ class Coordinator:
         plan, job, given = layout.plan, self.job, gifts or {}
         everybody = self._state.members
         self._linked = list(everybody if len(everybody) <= _ALL_LINKED else {*layout.names, *given})
-        roster = self._roster(self._linked)
+        roster, addresses = self._roster(self._linked), self._roster(everybody)
+        links = self._scheduler.links(addresses, time.monotonic())
         for i, stage in enumerate(plan.stages):
+            holders = self._holdings.holders(stage.peer, fetch[i], addresses, links)
             message = protocol.Prepare(
                 plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
-                layout.names, roster, fetch[i] if fetch else (), moves[i] if moves else (),
+                layout.names, roster, fetch[i], holders, moves[i] if moves else (),
                 given.get(stage.peer, ()), stage.codec_forward, stage.codec_backward, stage.recompute,
             )  # fmt: skip
             self._sessions[stage.peer].send(message)

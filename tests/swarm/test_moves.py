@@ -57,6 +57,25 @@ def test_stages_move_and_the_run_stays_that_of_a_plain_loop(tmp_path, optimizer)
     assert counted.ok and rollbacks == []  # no step was done twice
 
 
+def test_frozen_weights_come_from_the_peer_that_has_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # where each peer has its cache
+    job = swarm.job(steps=6, peers=2)
+
+    async def change(runner, processes, seen):
+        await after(seen, 2)
+        plan = of(events.Planned, seen)[0].plan
+        peers = [stage.peer for stage in reversed(plan.stages)]
+        stages = tuple(replace(stage, peer=peer) for stage, peer in zip(plan.stages, peers, strict=True))
+        await runner.go_over(replace(plan, stages=stages), "swapped")
+
+    result, seen, _ = swarm.train(tmp_path, job, during=change, seconds=0.05)
+    swarm.assert_equal(result, job)
+    frozen = swarm.net().layers[2].bias.nbytes
+    fetched = of(events.Fetched, seen)
+    assert sum(event.base_bytes for event in fetched) == frozen, "the coordinator gave it once"
+    assert sum(event.shared_bytes for event in fetched) == frozen, "the other peer has it from the first"
+
+
 def test_a_peer_killed_while_its_state_moves_costs_steps_and_nothing_else(tmp_path):
     job = swarm.job(steps=10, peers=2, checkpoint=config.CheckpointConfig(every=2))
 
