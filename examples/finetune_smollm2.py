@@ -78,7 +78,7 @@ def settings(options: argparse.Namespace) -> JobConfig:
         changed["model"]["context"] = 64
         changed["train"].update(steps=2, microbatches=2, warmup_steps=0)
         changed["pipeline"].update(peers=2, stages=2)
-        changed["evaluate"]["microbatches"] = 2
+        changed["evaluate"].update(microbatches=2, tokens=4)
     return JobConfig.model_validate_json(json.dumps(changed))
 
 
