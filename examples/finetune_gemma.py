@@ -5,7 +5,8 @@
 
 Shows: another GGUF file in, plain text to learn, LoRA on a base held in bfloat16, over 3 peers on links like those
 between homes; at the end the pipeline itself continues a text, and `from_pretrained` loads what was exported, with the
-run's held-out loss but for the rounding of adapters merged into bfloat16. `finetune_gemma.toml` is the same job for the command line.
+run's held-out loss but for the rounding of adapters merged into bfloat16. `finetune_gemma.toml` is the same job for the
+command line.
 """
 
 import argparse
