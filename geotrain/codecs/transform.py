@@ -20,8 +20,8 @@ a complete QR decomposition of Householder reflections (LAPACK's, in float64).
             are left out: the least error for so few bits (reverse water-filling, T. Cover and J. Thomas, "Elements of
             Information Theory", 10.3). What begins small does not pass: for models that no longer learn new features
 
-New axes are sent when those before cannot hold the error, or after `_WORTH` times their own bytes. Both ends keep them;
-no other message changes anything.
+New axes are sent with the first message, and when those before cannot hold the error. Both ends keep them; no other
+message changes anything. They fit for a step of training, and are of little use later, when the weights have moved on.
 """
 
 import math
@@ -48,7 +48,7 @@ from .scales import reaches, scales_of
 
 _Array = numbers.Array
 _SAME, _NEW, _SIMPLE = 0, 1, 2
-_WIDEST, _LEAST_ROWS, _WORTH = 1024, 32, 8
+_WIDEST, _LEAST_ROWS = 1024, 32
 _FINEST, _MOST = 10, 2.0**29
 
 
@@ -93,14 +93,11 @@ class Transform(Lossy):
         step = float(np.float32(math.sqrt(12 * self.error * total)))
         turn = state.get("turn")
         axes, coefficients = b"", None
-        if turn is not None and len(turn) == width and state["spent"][0] < _WORTH * state["spent"][1]:
+        if turn is not None and len(turn) == width:
             coefficients, step = self._project(rows, turn, int(state["rank"]), total, step)
         if coefficients is None:
             axes, turn, rank = self._axes(rows, step)
-            state = {
-                "turn": turn, "rank": torch.tensor(rank), "mark": torch.tensor(zlib.crc32(axes)),
-                "spent": torch.tensor([0, len(axes)]),
-            }  # fmt: skip
+            state = {"turn": turn, "rank": torch.tensor(rank), "mark": torch.tensor(zlib.crc32(axes))}
             coefficients, step = self._project(rows, turn, rank, total, step, final=True)
             assert coefficients is not None
         if self.unbiased:
@@ -108,11 +105,9 @@ class Transform(Lossy):
         else:
             nearest = (coefficients * (1 / step)).round_().clamp_(-_MOST, _MOST).to(torch.int32)
             values, bins = nearest.cpu().numpy(), None
-        coded = numbers.write(values, bins)
-        spent = state["spent"] + torch.tensor([len(coded) + len(sizes), 0])
         head = bytes([_NEW if axes else _SAME]) + int(state["mark"]).to_bytes(4, "little") + axes
         head += np.float32(step).astype("<f4").tobytes() + exponent.to_bytes(1, "little", signed=True)
-        return [head, sizes, coded], {**state, "spent": spent}
+        return [head, sizes, numbers.write(values, bins)], state
 
     def read(
         self, body: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message
