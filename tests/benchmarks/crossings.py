@@ -60,9 +60,9 @@ class _Cross(torch.autograd.Function):
 
 
 class Crossings:
-    """Cuts behind some modules, which a message crosses in each step. `step` and `rows` (the samples) are of the message
-    that crosses next; evaluations do not cross. `lasting`: codecs remember from step to step, as those of a run do
-    not."""
+    """Cuts behind some modules, which a message crosses in each step. `step` and `rows` (the samples) are of the
+    message that crosses next; evaluations do not cross. `lasting`: codecs remember from step to step, as those of a
+    run do not."""
 
     def __init__(
         self, modules: Sequence[nn.Module], forward: str, backward: str, seed: int, *, lasting: bool = False
