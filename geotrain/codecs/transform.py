@@ -20,8 +20,9 @@ a complete QR decomposition of Householder reflections (LAPACK's, in float64).
             are left out: the least error for so few bits (reverse water-filling, T. Cover and J. Thomas, "Elements of
             Information Theory", 10.3). What begins small does not pass: for models that no longer learn new features
 
-New axes are sent with the first message, and when those before cannot hold the error. Both ends keep them; no other
-message changes anything. They fit for a step of training, and are of little use later, when the weights have moved on.
+New axes are sent with the first message, and when those before cannot hold the error; both ends keep them. Where they
+would cost more than they save in 4 messages, all that follow are by `simple`, as are those of few or short rows. Axes
+fit for a step of training, and are of little use later, when the weights have moved on.
 """
 
 import math
@@ -40,6 +41,7 @@ from .base import Codec, Message, State
 from .entropy import ENTROPY
 from .fast import bfloat16_units
 from .fast import number_kernels as kernels
+from .hadamard import HADAMARD
 from .lossy import Lossy, at_most_raw, row_width
 from .models import BINS
 from .noise import words
@@ -49,7 +51,10 @@ from .scales import reaches, scales_of
 _Array = numbers.Array
 _SAME, _NEW, _SIMPLE = 0, 1, 2
 _WIDEST, _LEAST_ROWS = 1024, 32
+_SHARED = 4
+"""Axes should pay within so many messages: those of a step."""
 _FINEST, _MOST = 10, 2.0**29
+_FINE = next(codec for codec in HADAMARD if codec.name == "hd6u")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +76,16 @@ class Transform(Lossy):
 
     @property
     def simple(self) -> Codec:
-        """For what has few or short rows."""
-        same = [codec for codec in ENTROPY if codec.whole != self.sized]
-        return min(same, key=lambda codec: abs(codec.error - self.error))
+        """For what has few or short rows: no less exact."""
+        fine = [codec for codec in ENTROPY if codec.whole != self.sized and codec.error <= self.error]
+        return max(fine, key=lambda codec: codec.error) if fine else _FINE
 
     def write(
         self, x: torch.Tensor, peak: float, spec: TensorSpec, state: State, message: Message
     ) -> tuple[Sequence[torch.Tensor | bytes], State]:
         width = _width(spec)
-        if not width or peak == 0:
-            inner, _ = self.simple.encode(x, {}, message)
-            return [bytes([_SIMPLE]), *map(bytes, inner)], state
+        if not width or peak == 0 or "poor" in state:
+            return self._simply(x, spec, message), state
         exponent = exponent_of(peak)
         rows = x.view(-1, width) * math.ldexp(1.0, -exponent)
         sizes = b""
@@ -105,19 +109,28 @@ class Transform(Lossy):
         else:
             nearest = (coefficients * (1 / step)).round_().clamp_(-_MOST, _MOST).to(torch.int32)
             values, bins = nearest.cpu().numpy(), None
+        coded = numbers.write(values, bins)
+        saved = self.simple.size_bytes(TensorSpec(spec.packed.shape, "float32")) - len(sizes) - len(coded)
+        if len(axes) > _SHARED * saved:
+            return self._simply(x, spec, message), {"poor": torch.tensor(True)}
         head = bytes([_NEW if axes else _SAME]) + int(state["mark"]).to_bytes(4, "little") + axes
         head += np.float32(step).astype("<f4").tobytes() + exponent.to_bytes(1, "little", signed=True)
-        return [head, sizes, numbers.write(values, bins)], state
+        return [head, sizes, coded], state
+
+    def _simply(self, x: torch.Tensor, spec: TensorSpec, message: Message) -> list[bytes]:
+        inner, _ = self.simple.encode(x.view(spec.packed.shape), {}, message)
+        return [bytes([_SIMPLE]), *map(bytes, inner)]
 
     def read(
         self, body: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message
     ) -> tuple[torch.Tensor, State]:
         width, numel = _width(spec), spec.packed.numel
-        flat = TensorSpec((numel,), "float32")
         if body.nbytes and body[0] == _SIMPLE:
-            if not self.simple.accepts(flat, body.nbytes - 1):
+            own = TensorSpec(spec.packed.shape, "float32")
+            if not self.simple.accepts(own, body.nbytes - 1):
                 raise RemoteProtocolError("a message has another length")
-            return self.simple.decode(memoryview(bytearray(body[1:])), flat, device, {}, message)[0], state
+            x, _ = self.simple.decode(memoryview(bytearray(body[1:])), own, device, {}, message)
+            return x.view(-1), state
         if body.nbytes < 10 or not width or body[0] not in (_SAME, _NEW):
             raise RemoteProtocolError(f"{body.nbytes} bytes came that are no message in principal axes")
         at = 5
@@ -149,7 +162,7 @@ class Transform(Lossy):
     def coded_bytes(self, spec: TensorSpec) -> int:
         numel, width = spec.packed.numel, _width(spec)
         if not width:
-            return 1 + self.simple.size_bytes(TensorSpec((numel,), "float32"))
+            return 1 + self.simple.size_bytes(TensorSpec(spec.packed.shape, "float32"))
         lanes = 0 if numel < 1 else 64
         return 30 + lanes + 2 * width + math.ceil(numel * self.bits / 8)
 
