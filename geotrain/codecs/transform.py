@@ -62,7 +62,7 @@ class Transform(Lossy):
     kind: str = "tc"
     error: float = 0.001
     bits: float = 1.0
-    """Typical bits per element."""
+    """Typical bits per element, axes included: of activations and gradients in training from scratch."""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,9 +313,9 @@ def _width(spec: TensorSpec) -> int:
 TRANSFORM = tuple(
     Transform(kind=kind, error=error, bits=bits)
     for kind, rungs in (
-        ("tc", ((0.001, 1.2), (0.005, 0.7))),
-        ("tcu", ((0.001, 1.7), (0.0025, 1.4), (0.005, 1.2), (0.01, 1.0), (0.02, 0.9))),
-        ("tcm", ((0.05, 1.0), (0.1, 0.8), (0.2, 0.6), (0.4, 0.5))),
+        ("tc", ((0.001, 2.2), (0.005, 1.7))),
+        ("tcu", ((0.001, 2.4), (0.0025, 2.15), (0.005, 1.95), (0.01, 1.75), (0.02, 1.55))),
+        ("tcm", ((0.05, 1.75), (0.1, 1.5), (0.2, 1.25), (0.4, 1.0))),
     )
     for error, bits in rungs
 )
