@@ -81,7 +81,7 @@ def read(data: memoryview, rows: int, n: int, bins: Array | None = None) -> tupl
     start, end = end, end + int(((n * low + 7) // 8).sum())
     if data.nbytes < end:
         raise RemoteProtocolError("a message of numbers was cut")
-    _read_low(np.frombuffer(data[start:end], np.uint8), low, values)
+    _read_low(np.frombuffer(data[start:end], np.uint8).copy(), low, values)
     return values, end
 
 
