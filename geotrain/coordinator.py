@@ -20,11 +20,12 @@ from .graph import OpGraph
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
 from .layout import Layout, handover
+from .links import Pair, Probe
 from .optim import clip_factor, lr_at
 from .replan import Deviation
 from .results import Result
 from .runfolder import RunFolder
-from .scheduler import Scheduler
+from .scheduler import Found, Scheduler
 from .topology import Topology
 from .transfers import Base, GradientWriter, Shelf, Upload, checkpoint_sink
 from .transports.direct import DirectTransport
@@ -34,6 +35,9 @@ HEARTBEAT_S = 1.0
 _TICK_S = 0.5
 _ALL_LINKED = 16
 """Up to so many peers are linked with all others, whatever the plan: links that it does not use are measured too."""
+
+_LOOKS = 8
+"""A better plan whose links turn out otherwise is made again, so often at most."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -114,7 +118,9 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._layouts: dict[int, Layout] = {}
         self._proposed: Layout | None = None
+        self._heard = asyncio.Event()
         self._considering = False
+        self._because: list[Deviation] = []
         self._linked: list[str] = []
         self._base = Base(graph, weights)
         self._shelf = Shelf(None, {}, self._base)
@@ -187,6 +193,7 @@ class Coordinator:
                 if message.flops_per_s > 0:
                     self._scheduler.rested(name, message.flops_per_s)
             self._post(runstate.Said(name, message))
+            self._heard.set()
 
     def on_closed(self, session: channel.Session, reason: str) -> None:
         name = self._name_of(session)
@@ -403,29 +410,60 @@ class Coordinator:
         deviations = self._scheduler.committed(event, now_s)
         linked = [name for name in self._linked if name in self._sessions]
         for probe in self._scheduler.probes(linked, now_s):
-            self._sessions[probe.src].send(protocol.Probe(self._state.epoch, probe.dst, probe.nbytes))
+            self._send_test(probe)
         if deviations:
             self._look_for_better(deviations)
 
     def _look_for_better(self, because: Sequence[Deviation]) -> None:
         """Unless the user has said what the plan is."""
-        if not self._considering and not self._plan_is_given and self._state.phase == "training":
+        if self._plan_is_given or self._state.phase != "training":
+            return
+        self._because += because
+        if not self._considering:
             self._considering = True
-            self._spawn(self._consider(because))
+            self._spawn(self._consider(self._state.epoch))
 
-    async def _consider(self, deviations: Sequence[Deviation]) -> None:
+    async def _consider(self, epoch: int) -> None:
+        """Go over to a better plan, if there is one: first the links that it rests on are tried, then we ask again."""
         try:
-            epoch, layout = self._state.epoch, self._layout
-            question = self._scheduler.ask(self._known(), time.monotonic())
-            steps_left = self._state.settings.steps - self._state.done
-            found = await asyncio.to_thread(self._scheduler.better, question, layout, steps_left, deviations)
+            found, because = Found(None, ""), list[Deviation]()
+            for look in range(1, _LOOKS + 1):
+                because += self._because
+                self._because = []
+                question = self._scheduler.ask(self._known(), time.monotonic())
+                steps_left = self._state.settings.steps - self._state.done
+                found = await asyncio.to_thread(self._scheduler.better, question, self._layout, steps_left, because)
+                if not self._trains(epoch):
+                    return
+                doubtful = [pair for pair in found.doubtful if {*pair} <= self._sessions.keys() & self._linked]
+                if look == _LOOKS or not (doubtful or self._because):
+                    break
+                await self._test(epoch, doubtful)
+                if not self._trains(epoch):
+                    return
             if found.layout is None:
                 self._emit(events.Considered(self._state.done, found.reason))
-            elif (self._state.epoch, self._state.phase) == (epoch, "training"):
+            else:
                 self._proposed = found.layout
                 self._post(runstate.Switch(epoch, found.layout.plan, found.reason))
         finally:
             self._considering = False
+            self._because = []
+
+    def _trains(self, epoch: int) -> bool:
+        return (self._state.epoch, self._state.phase) == (epoch, "training")
+
+    async def _test(self, epoch: int, pairs: Sequence[Pair]) -> None:
+        """Send test frames over links, and see them arrive, or be late."""
+        tests, sent_s = self._scheduler.tests(pairs), time.monotonic()
+        for test in tests:
+            self._send_test(test)
+        while self._trains(epoch) and not self._scheduler.answered(tests, sent_s, time.monotonic()):
+            self._heard.clear()
+            await self._heard.wait()
+
+    def _send_test(self, test: Probe) -> None:
+        self._sessions[test.src].send(protocol.Probe(self._state.epoch, test.dst, test.nbytes))
 
     def _begin(self, layout: Layout, reason: str) -> None:
         self._layouts = {layout.plan.epoch: layout}

@@ -19,7 +19,7 @@ from .cost import CostTable
 from .errors import PlanError
 from .graph import OpGraph, to_bytes
 from .layout import Layout, lay_out
-from .links import LinkBook, Probe
+from .links import LinkBook, Pair, Probe
 from .simulator import Timeline, simulate
 from .workload import Seconds, workload
 
@@ -27,6 +27,12 @@ _RECENT = 5
 """So many steps say how fast a peer is."""
 
 _PROBE_EVERY_S = 5.0
+
+_BESIDE_S = 0.002
+"""What a microbatch may cost a stage beside its computing. More is the peer's speed."""
+
+_ANSWER_S, _ANSWER_STEPS = 5.0, 2
+"""A test frame should be there by then: one that arrives at a stage is told with that step's report."""
 
 SENSITIVITY = 0.1
 """Extra steps for each unit of a microbatch gradient's relative squared error. Errors of different microbatches are
@@ -38,7 +44,8 @@ Known = Sequence[tuple[Peer, str]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Everything that a plan is made from, as it is at one moment."""
+    """Everything that a plan is made from, as it is at one moment. `doubtful`: links that were not measured since
+    something was not as planned."""
 
     peers: tuple[Peer, ...]
     links: tuple[Link, ...]
@@ -47,14 +54,17 @@ class Question:
     commit_s: float
     forward: tuple[Rung, ...]
     backward: tuple[Rung, ...]
+    doubtful: frozenset[Pair]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of looking for a better plan. `layout` is None if the run stays with the plan that it has."""
+    """What came of looking for a better plan. `layout` is None if the run stays with the plan that it has. `doubtful`:
+    links that the better plan or the way to it rests on, to be tried before it is believed."""
 
     layout: Layout | None
     reason: str
+    doubtful: tuple[Pair, ...] = ()
 
 
 class Scheduler:
@@ -74,7 +84,8 @@ class Scheduler:
         self._layout: Layout | None = None
         self._predicted: dict[str, float] = {}
         self._plan_peers: dict[str, Peer] = {}
-        self._step_s = self._probed_s = 0.0
+        self._step_s = self._probed_s = self._took_s = self._changed_s = 0.0
+        self._commits: deque[float] = deque(maxlen=1 + replan.PATIENCE)
         self._preparing_s = math.inf
         self._trials: dict[int, Trial] = {}
         self._cost_factor = 1.0
@@ -144,17 +155,22 @@ class Scheduler:
         self._step_s = now_s
         for report in event.stages:
             self._add(report)
+        self._took_s = event.seconds
+        self._commits.append(now_s)
         self._overheads.append(max(0.0, event.seconds - max(report.seconds for report in event.stages)))
         if self._watch is None:
             return ()
         figures = replan.measured(event.stages, self._job.train.microbatches)
         self._watch, deviations = replan.observe(self._watch, figures)
+        if deviations:
+            self._changed_s = self._commits[0]
         return deviations
 
     def _add(self, report: StageReport) -> None:
         figures = replan.measured([report], self._job.train.microbatches)
         seconds, predicted = figures["stage", report.peer], self._predicted.get(report.peer, 0.0)
         if seconds > 0 and predicted > 0:
+            seconds = min(seconds, max(predicted, seconds - _BESIDE_S))
             speed = self._plan_peers[report.peer].flops_per_s * predicted / seconds
             self._speeds.setdefault(report.peer, deque(maxlen=_RECENT)).append(speed)
         for use in report.codecs:
@@ -170,6 +186,20 @@ class Scheduler:
             return []
         self._probed_s = now_s
         return self._book.probes(names, now_s)
+
+    def tests(self, pairs: Iterable[Pair]) -> list[Probe]:
+        """Test frames for links in doubt."""
+        return [self._book.test(pair) for pair in pairs]
+
+    def answered(self, tests: Iterable[Probe], sent_s: float, now_s: float) -> bool:
+        """Whether the wait for test frames is over. One that is not there in time is known to be so slow at least."""
+        left = [test for test in tests if self._book.seen_s((test.src, test.dst)) < sent_s]
+        waited_s = now_s - sent_s
+        if waited_s < max(_ANSWER_S, _ANSWER_STEPS * self._took_s):
+            return not left
+        for test in left:  # each by itself: they tell nothing of an end that they share
+            self._book.saw([LinkUse(test.src, test.dst, 0, test.nbytes, waited_s, None)], sent_s, now_s, probe=True)
+        return True
 
     # What follows.
 
@@ -191,11 +221,13 @@ class Scheduler:
             if use.raw_bytes
         }
         commit_s = median(self._overheads) if self._overheads else 0.0
-        links = tuple(self._book.links([peer.name for peer in peers], now_s))
+        names = [peer.name for peer in peers]
+        links = tuple(self._book.links(names, now_s))
+        doubtful = self._book.doubtful(names, self._changed_s)
         if (kinds, profiles) != (self._costs.kinds, self._costs.profiles):
             self._costs = CostModel(self._graph, kinds, profiles)
-        ladders = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
-        return Question(peers, links, self._costs, seconds, commit_s, *ladders)
+        forward, backward = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
+        return Question(peers, links, self._costs, seconds, commit_s, forward, backward, doubtful)
 
     def _ladder(self, rungs: Sequence[Rung], seconds: Seconds) -> tuple[Rung, ...]:
         """What this job knows of codecs: their seconds as far as they were used, their costs as far as they were
@@ -235,14 +267,16 @@ class Scheduler:
         moves = replan.transfers(current, proposed.plan, self._state_bytes(current, proposed.plan))
         up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
         down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
+        now, then = self._simulated(layout, question), self._simulated(proposed, question)
         verdict = replan.decide(
-            current, proposed.plan, now_s=self._simulated(layout, question).step_seconds,
-            proposed_s=self._simulated(proposed, question).step_seconds, steps_left=steps_left,
+            current, proposed.plan, now_s=now.step_seconds, proposed_s=then.step_seconds, steps_left=steps_left,
             copy_s=replan.copy_seconds(moves, question.links, up, down), border_s=self._preparing_s, background=False,
             because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Switch):
-            return Found(proposed, verdict.reason)
+            new = {(load.src, load.dst) for load in then.loads} | {(move.src, move.dst) for move in moves}
+            new -= {(load.src, load.dst) for load in now.loads}  # these are seen in each step
+            return Found(proposed, verdict.reason, tuple(sorted(new & question.doubtful)))
         return Found(None, "; ".join([*map(str, because), verdict.reason]))
 
     def _simulated(self, layout: Layout, question: Question) -> Timeline:
