@@ -19,7 +19,7 @@ from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
 from .graph import OpGraph
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
-from .layout import Layout, handover
+from .layout import Layout, handover, lacking
 from .links import Pair, Probe
 from .optim import clip_factor, lr_at
 from .replan import Deviation
@@ -37,7 +37,10 @@ _ALL_LINKED = 16
 """Up to so many peers are linked with all others, whatever the plan: links that it does not use are measured too."""
 
 _LOOKS = 8
-"""A better plan whose links turn out otherwise is made again, so often at most."""
+"""A better plan is asked for again when its links are tried or its weights are there, so often at most."""
+
+_FETCH_S = 10.0
+"""Weights for a better plan are waited for twice as long as they should take, but so long at least."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -123,6 +126,7 @@ class Coordinator:
         self._because: list[Deviation] = []
         self._linked: list[str] = []
         self._base = Base(graph, weights)
+        self._has: dict[str, set[str]] = {}
         self._shelf = Shelf(None, {}, self._base)
         self._uploads: dict[tuple[int, bool], Upload] = {}
         self._last_checkpoint: Upload | None = None
@@ -179,13 +183,19 @@ class Coordinator:
                 links = [replace(use, dst=name) for use in message.links]
                 self._scheduler.saw(links, self._state.survey_s, now_s, probe=True)
                 self._scheduler.measured(member.peer, member.kind, message.flops_per_s, message.times)
+            stage = self._state.stage_of(name)
+            if isinstance(message, protocol.Loaded) and message.epoch == self._state.epoch and stage is not None:
+                given = self._shelf.given(self._layout.stages[stage])
+                self._has.setdefault(name, set()).update(tensor.digest for tensor in given)
+            if isinstance(message, protocol.Prefetched) and message.name in self._base.digests:
+                self._has.setdefault(name, set()).add(self._base.digests[message.name])
             if isinstance(message, protocol.Tried) and message.epoch == self._state.epoch:
                 tried = self._scheduler.tried(message.trial)
                 if tried is not None:
                     self._emit(tried)
                 if tried is not None and tried.cost > tried.budget:
                     self._look_for_better(())
-            if isinstance(message, protocol.Progress) and self._state.stage_of(name) is None:
+            if isinstance(message, protocol.Progress) and stage is None:
                 now_s = time.monotonic()
                 self._scheduler.saw(
                     [replace(use, dst=name) for use in message.links], now_s - HEARTBEAT_S, now_s, probe=True
@@ -424,7 +434,8 @@ class Coordinator:
             self._spawn(self._consider(self._state.epoch))
 
     async def _consider(self, epoch: int) -> None:
-        """Go over to a better plan, if there is one: first the links that it rests on are tried, then we ask again."""
+        """Go over to a better plan, if there is one. Before, the links that it rests on are tried and the frozen weights
+        that it needs are fetched, while the run goes on; after each we ask again."""
         try:
             found, because = Found(None, ""), list[Deviation]()
             for look in range(1, _LOOKS + 1):
@@ -432,13 +443,19 @@ class Coordinator:
                 self._because = []
                 question = self._scheduler.ask(self._known(), time.monotonic())
                 steps_left = self._state.settings.steps - self._state.done
-                found = await asyncio.to_thread(self._scheduler.better, question, self._layout, steps_left, because)
+                found = await asyncio.to_thread(
+                    self._scheduler.better, question, self._layout, steps_left, because, self._base.digests, self._has,
+                    patient=look < _LOOKS,
+                )  # fmt: skip
                 if not self._trains(epoch):
                     return
                 doubtful = [pair for pair in found.doubtful if {*pair} <= self._sessions.keys() & self._linked]
-                if look == _LOOKS or not (doubtful or self._because):
+                if look == _LOOKS or not (doubtful or found.lacking or self._because):
                     break
-                await self._test(epoch, doubtful)
+                if doubtful:
+                    await self._test(epoch, doubtful)
+                elif found.layout is not None and found.lacking:
+                    await self._prefetch(epoch, found.layout, found)
                 if not self._trains(epoch):
                     return
             if found.layout is None:
@@ -461,6 +478,29 @@ class Coordinator:
         while self._trains(epoch) and not self._scheduler.answered(tests, sent_s, time.monotonic()):
             self._heard.clear()
             await self._heard.wait()
+
+    async def _prefetch(self, epoch: int, layout: Layout, found: Found) -> None:
+        """Let peers fetch what they lack, until they have it, it takes too long, or something else has changed."""
+        who = " and ".join(found.lacking)
+        self._emit(
+            events.Considered(self._state.done, f"the weights for another one go to {who} first; {found.reason}")
+        )
+        for stage, name in zip(layout.stages, layout.names, strict=True):
+            tensors = tuple(t for t in self._shelf.given(stage) if t.name in found.lacking.get(name, ()))
+            if tensors:
+                self._say_to(name, protocol.Prefetch(epoch, tensors))
+        until_s = time.monotonic() + max(_FETCH_S, 2 * found.copy_s)
+        while self._trains(epoch) and not self._because and time.monotonic() < until_s:
+            if not lacking(layout, self._base.digests, self._has):
+                return
+            self._heard.clear()
+            await self._heard.wait()
+        for name in found.lacking:
+            self._say_to(name, protocol.Prefetch(epoch, ()))
+
+    def _say_to(self, name: str, message: protocol.FromCoordinator) -> None:
+        if name in self._sessions:
+            self._sessions[name].send(message)
 
     def _send_test(self, test: Probe) -> None:
         self._sessions[test.src].send(protocol.Probe(self._state.epoch, test.dst, test.nbytes))

@@ -103,6 +103,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetched:
+    """The peer has a tensor that it was to fetch beforehand."""
+
+    epoch: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """A heartbeat: what the peer does, and what it waits for. One without a stage also says what it can do now
     (`flops_per_s`, 0: not measured again), and what came over the links to it."""
@@ -266,6 +274,15 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Fetch these into the cache, in the background; say `Prefetched` of each. A stage of the next epoch may need them.
+    No others are fetched any more."""
+
+    epoch: int
+    tensors: tuple[NamedSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Instruct:
     """Work for the peer's queue, in order."""
 
@@ -308,8 +325,8 @@ class Store:
     tensors: tuple[NamedSpec, ...]
 
 
-FromPeer = Hello | Surveyed | Loaded | Ready | Tried | Scored | Saved | Progress | Failed | Leaving
-FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Instruct | Leave
+FromPeer = Hello | Surveyed | Loaded | Ready | Tried | Scored | Saved | Prefetched | Progress | Failed | Leaving
+FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Prefetch | Instruct | Leave
 Transfer = Fetch | Store
 Message = FromPeer | FromCoordinator | Transfer
 
@@ -318,7 +335,7 @@ _LIMITS: Mapping[type[Any], int] = {
     Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 32 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
     Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB,
-    Probe: _KIB, Tried: _KIB,
+    Probe: _KIB, Tried: _KIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

@@ -6,8 +6,8 @@ is asked again, with the figures of today; the run goes over to another plan whe
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from . import events, replan
@@ -15,10 +15,10 @@ from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
 from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung, extra_steps
 from .config import JobConfig
-from .cost import CostTable
+from .cost import optimizer_states
 from .errors import PlanError
 from .graph import OpGraph, to_bytes
-from .layout import Layout, lay_out
+from .layout import Layout, handover, lacking, lay_out
 from .links import LinkBook, Pair, Probe
 from .simulator import Timeline, simulate
 from .workload import Seconds, workload
@@ -60,11 +60,14 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Found:
     """What came of looking for a better plan. `layout` is None if the run stays with the plan that it has. `doubtful`:
-    links that the better plan or the way to it rests on, to be tried before it is believed."""
+    links that the better plan or the way to it rests on, to be tried before it is believed. `lacking`: by peer the
+    frozen weights that it needs for it, to be fetched before, which should take `copy_s`."""
 
     layout: Layout | None
     reason: str
     doubtful: tuple[Pair, ...] = ()
+    lacking: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    copy_s: float = 0.0
 
 
 class Scheduler:
@@ -254,8 +257,23 @@ class Scheduler:
             forward=question.forward, backward=question.backward, near=near,
         )  # fmt: skip
 
-    def better(self, question: Question, layout: Layout, steps_left: int, because: Sequence[replan.Deviation]) -> Found:
-        """Whether another plan than that of `layout` is worth going over to."""
+    def better(
+        self,
+        question: Question,
+        layout: Layout,
+        steps_left: int,
+        because: Sequence[replan.Deviation],
+        given: Mapping[str, str],
+        has: Mapping[str, Collection[str]],
+        patient: bool = True,
+    ) -> Found:
+        """Whether another plan than that of `layout` is worth going over to.
+
+        Args:
+            given: digests of the frozen weights that can be fetched, by name.
+            has: those that each peer has, by peer.
+            patient: such weights are fetched before, and not while the run stands still.
+        """
         current, budget = layout.plan, self._max_extra_steps
         cost = plan_cost(current, question.forward, question.backward)
         try:
@@ -264,19 +282,22 @@ class Scheduler:
             return Found(None, f"no other plan: {error}")
         if cost > budget * (1 + 1e-9):
             return Found(proposed, f"the codecs cost {cost:.1%} more steps, and may cost {budget:.1%}")
-        moves = replan.transfers(current, proposed.plan, self._state_bytes(current, proposed.plan))
+        lacks = lacking(proposed, given, has)
+        moves, copies = self._moves(layout, proposed, given), self._copies(layout, lacks)
+        if not patient:
+            moves, copies, lacks = [*moves, *copies], [], {}
         up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
         down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
+        stall_s, copy_s = (replan.copy_seconds(those, question.links, up, down) for those in (moves, copies))
         now, then = self._simulated(layout, question), self._simulated(proposed, question)
         verdict = replan.decide(
             current, proposed.plan, now_s=now.step_seconds, proposed_s=then.step_seconds, steps_left=steps_left,
-            copy_s=replan.copy_seconds(moves, question.links, up, down), border_s=self._preparing_s, background=False,
-            because=because,
+            copy_s=copy_s, stall_s=stall_s + self._preparing_s, because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Switch):
             new = {(load.src, load.dst) for load in then.loads} | {(move.src, move.dst) for move in moves}
             new -= {(load.src, load.dst) for load in now.loads}  # these are seen in each step
-            return Found(proposed, verdict.reason, tuple(sorted(new & question.doubtful)))
+            return Found(proposed, verdict.reason, tuple(sorted(new & question.doubtful)), lacks, copy_s)
         return Found(None, "; ".join([*map(str, because), verdict.reason]))
 
     def _simulated(self, layout: Layout, question: Question) -> Timeline:
@@ -291,17 +312,31 @@ class Scheduler:
         seen = self._speeds.get(peer.name)
         return median(seen) if seen else self._idle_speeds.get(peer.name, peer.flops_per_s)
 
-    def _state_bytes(self, *plans: Plan) -> Callable[[int, int], int]:
-        """What a stage between borders of these plans keeps from step to step."""
-        train = self._job.train
-        points = sorted({op for plan in plans for s in plan.stages for op in (s.first_op, s.end_op)})
-        table = CostTable(self._graph, points, train.optimizer, train.momentum)
+    def _moves(self, old: Layout, new: Layout, given: Collection[str]) -> list[replan.Transfer]:
+        """State that the stages of one layout hand over to those of another."""
+        _, gifts = handover(old, new, given)
+        return [
+            replan.Transfer(src, dst, self._state_bytes(gift.name))
+            for src, of in gifts.items() for gift in of for dst in gift.to
+        ]  # fmt: skip
 
-        def state_bytes(first_op: int, end_op: int) -> int:
-            cost = table.stage(points.index(first_op), points.index(end_op))
-            return cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
+    def _copies(self, old: Layout, lacks: Mapping[str, Collection[str]]) -> list[replan.Transfer]:
+        """Weights that peers fetch: as if from those whose stages have them."""
+        owner = {
+            name: peer
+            for peer, stage in zip(old.names, old.stages, strict=True)
+            for name in (*stage.parameters, *stage.buffers)
+        }
+        return [
+            replan.Transfer(owner[name], dst, self._state_bytes(name)) for dst, names in lacks.items() for name in names
+        ]
 
-        return state_bytes
+    def _state_bytes(self, name: str) -> int:
+        """Of a parameter with its optimizer state, or of a buffer."""
+        parameter, train = self._graph.parameters.get(name), self._job.train
+        if parameter is None:
+            return self._graph.buffers[name].spec.nbytes
+        return parameter.spec.nbytes * (1 + parameter.requires_grad * optimizer_states(train.optimizer, train.momentum))
 
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:

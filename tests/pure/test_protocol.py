@@ -41,6 +41,8 @@ EXAMPLES = [
         (protocol.Move("w", "ben"),), (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
     ),
     protocol.Release(3, 7, {"anna": "h:1"}, (protocol.Gift("b", ("ben",)),)),
+    protocol.Prefetch(2, (SPEC,)),
+    protocol.Prefetched(2, "w"),
     protocol.Instruct(
         2,
         (

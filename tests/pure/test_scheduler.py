@@ -68,7 +68,7 @@ class Run:
         assert [len(self.step(at_s, SLOW)) for at_s in (62.0, 63.0, 64.0)] == [0, 0, 2]
 
     def better(self, now_s):
-        return self.scheduler.better(self.scheduler.ask(self.known, now_s), self.layout, 1000, ())
+        return self.scheduler.better(self.scheduler.ask(self.known, now_s), self.layout, 1000, (), {}, {})
 
 
 def test_links_that_nobody_measured_lately_are_tried_before_a_plan_goes_over_them():
