@@ -4,30 +4,59 @@ A file is named after the SHA-256 of its bytes. What was cut off goes on where i
 where the disk refuses, tensors are fetched again.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from .errors import RemoteError, RemoteProtocolError
-from .weights import tensor_memory
+from .protocol import CHUNK_BYTES
+from .weights import WeightStore, tensor_memory
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 Fetch = Callable[[Sequence[str], int], AsyncIterator[bytes]]
 """Gives the bytes of named tensors, one after the other, without the first so many bytes."""
 
 
-class TensorCache:
-    """A folder that several peers of a machine may share. `owner` tells their unfinished files apart."""
+class LocalWeights:
+    """The tensors of a folder or file of weights, found by content. Only those are hashed whose size is asked for."""
 
-    def __init__(self, folder: str | os.PathLike[str], owner: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises `CheckpointError` if there are none."""
+        self._store = WeightStore(Path(path).expanduser())
+        self._unknown: dict[int, list[str]] = {}
+        for name in self._store.names():
+            self._unknown.setdefault(self._store.spec(name).nbytes, []).append(name)
+        self._names: dict[str, str] = {}
+
+    def read(self, digest: str, memory: memoryview) -> bool:
+        """Fills `memory` with the tensor, if it is here."""
+        for name in self._unknown.pop(len(memory), ()):
+            self._names[self._store.digest(name)] = name
+        if digest not in self._names:
+            return False
+        self._store.read_into(self._names[digest], memory)
+        return hashlib.sha256(memory).hexdigest() == digest
+
+
+class TensorCache:
+    """A folder that several peers of a machine may share. `owner` tells their unfinished files apart. What is in the
+    `local` weights is read there."""
+
+    def __init__(self, folder: str | os.PathLike[str], owner: str, local: LocalWeights | None = None) -> None:
         self._folder = Path(folder).expanduser() / "tensors"
-        self._owner = owner
+        self._owner, self._local = owner, local
 
     def read(self, digest: str, memory: memoryview) -> bool:
         """Fills `memory` with the tensor, if it is here and whole."""
+        if self._local is not None and self._local.read(digest, memory):
+            return True
         path = self._folder / digest
         if _read_into(path, memory) < len(memory):
             return False
@@ -41,12 +70,15 @@ class TensorCache:
         """Fills the beginning of `memory` with what came of a tensor before; returns how many bytes."""
         return _read_into(self._unfinished(digest), memory)
 
-    def append(self, digest: str, data: memoryview) -> None:
-        """The next bytes of a tensor."""
+    def write(self, digest: str, offset: int, data: memoryview) -> None:
+        """Bytes of a tensor that has not come whole yet."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with open(self._unfinished(digest), "ab") as file:
-                file.write(data)
+            file = os.open(self._unfinished(digest), os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(file, data, offset)
+            finally:
+                os.close(file)
 
     def finish(self, digest: str, memory: memoryview) -> None:
         """All of a tensor has come. Raises `RemoteProtocolError` if it is not the one that was asked for."""
@@ -60,25 +92,38 @@ class TensorCache:
         if not whole:
             raise RemoteProtocolError("weights came that are not those of the plan: their hash differs")
 
+    def chunks(self, digest: str, skip: int) -> Iterator[bytes]:
+        """A whole tensor's bytes, in chunks, without the first `skip`. Raises `RemoteError` if it is not here."""
+        if not _DIGEST.fullmatch(digest):
+            raise RemoteError("that is not a digest")
+        try:
+            with open(self._folder / digest, "rb") as file:
+                file.seek(skip)
+                while chunk := file.read(CHUNK_BYTES):
+                    yield chunk
+        except OSError:
+            raise RemoteError("it is not in the cache") from None
+
     def _unfinished(self, digest: str) -> Path:
         return self._folder / f"{digest}.{self._owner}.partial"
 
 
-async def fetch_tensors(
-    fetch: Fetch, into: Mapping[str, Tensor], digests: Mapping[str, str], cache: TensorCache
-) -> int:
-    """Fills tensors: from the cache those that have a digest and are there, the others from afar. Returns the bytes
-    that came. Raises `RemoteError` if others came than were asked for."""
+async def fetch_tensors(fetch: Fetch, into: dict[str, Tensor], digests: Mapping[str, str], cache: TensorCache) -> int:
+    """Fills tensors: from the cache those that have a digest and are there, the others from afar. Those that are full
+    leave `into`. Returns the bytes that came. Raises `RemoteError` if others came than were asked for."""
     memories = {name: tensor_memory(tensor) for name, tensor in into.items() if tensor.numel()}
-    left = [n for n, m in memories.items() if n not in digests or not cache.read(digests[n], m)]
-    skip = 0
-    for name in left:
-        if name in digests and (skip := cache.begun(digests[name], memories[name])):
-            left.remove(name)
-            left.insert(0, name)
-            break
+    left: list[str] = []
+    for name, memory in memories.items():
+        if name not in digests or not await asyncio.to_thread(cache.read, digests[name], memory):
+            left.append(name)
+    for name in into.keys() - left:
+        del into[name]
     if not left:
         return 0
+    begun = {name: cache.begun(digests[name], memories[name]) for name in left if name in digests}
+    begun = {name: count for name, count in begun.items() if 0 < count < len(memories[name])}
+    left.sort(key=lambda name: name not in begun)  # the first of them goes on, others begin again
+    skip = begun.get(left[0], 0)
     at, offset, came = 0, skip, 0
     async for chunk in fetch(left, skip):
         came += len(chunk)
@@ -90,11 +135,12 @@ async def fetch_tensors(
             part = view[: len(memory) - offset]
             memory[offset : offset + len(part)] = part
             if digest is not None:
-                cache.append(digest, part)
+                cache.write(digest, offset, part)
             view, offset = view[len(part) :], offset + len(part)
             if offset == len(memory):
                 if digest is not None:
-                    cache.finish(digest, memory)
+                    await asyncio.to_thread(cache.finish, digest, memory)
+                del into[left[at]]
                 at, offset = at + 1, 0
     if at < len(left):
         raise RemoteError("fewer weights came than were asked for")

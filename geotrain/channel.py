@@ -23,7 +23,7 @@ from .identity import Ticket
 from .transports.direct import CLIENT_OPTIONS, SERVER_OPTIONS
 
 _SERVICE = "geotrain.Control"
-_EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 _HELLO_S = 20.0
 """A connection that has not said hello by then is dropped."""
@@ -139,7 +139,7 @@ class ControlService:
 async def _read(context: Any) -> bytes:
     """The next message of a call. Raises `EOFError` at its end."""
     data = await context.read()
-    if data is _EOF:
+    if data is EOF:
         raise EOFError
     return data
 
@@ -192,7 +192,7 @@ class Dialled:
         """
         for address in self._ticket.addresses:
             channel = self._channel(address)
-            if not await _connected(channel, timeout_s):
+            if not await connected(channel, timeout_s):
                 continue
             self.address = address
             call = channel.stream_stream(f"/{_SERVICE}/Session")
@@ -221,7 +221,7 @@ class Dialled:
         """Raises `CoordinatorLost` when the connection is gone."""
         with _lost():
             data = await self._call.read()
-        if data is _EOF:
+        if data is EOF:
             raise CoordinatorLost("the coordinator ended the connection")
         return protocol.decode(data, protocol.FromCoordinator)
 
@@ -255,7 +255,7 @@ class Dialled:
         call: Any = self._bulk_channel().stream_stream(f"/{_SERVICE}/Store")()
         try:
             await call.write(protocol.encode(header))
-            if await call.read() is not _EOF:
+            if await call.read() is not EOF:
                 await send(call.write)
                 await call.done_writing()
                 await call.read()
@@ -279,7 +279,7 @@ class Dialled:
             await channel.close()
 
 
-async def _connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
+async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
     """Whether somebody answers; a port that nobody listens on is not waited for."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):

@@ -111,6 +111,9 @@ def join(
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
     advertise: Annotated[str, typer.Option(help="host:port that others dial, behind a forwarded port.")] = "",
+    weights: Annotated[
+        Path | None, typer.Option(help="A model on this machine, to read what else is fetched.", show_default=False)
+    ] = None,
     topology: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Join a run and work for it until it ends. Ctrl+C: leave once the step is finished and handed over."""
@@ -127,7 +130,7 @@ def join(
 
     options = {
         "duty": duty, "memory_gib": memory, "device": device, "name": name, "threads": threads, "host": host,
-        "port": port, "advertise": advertise,
+        "port": port, "advertise": advertise, "weights": weights and str(weights),
     }  # fmt: skip
     config = parse(PeerConfig, dumps(options), "geotrain join", None)
     file = TopologyFile(topology) if topology is not None else None

@@ -446,7 +446,10 @@ class PeerConfig(Section):
     """`host:port` that others dial, behind a forwarded port; by default the address the coordinator sees."""
 
     cache: str = "~/.cache/geotrain"
-    """Folder of shards that were fetched."""
+    """Folder of tensors that were fetched."""
+
+    weights: str | None = None
+    """Folder or safetensors file of this machine; what a stage needs and is in it, byte for byte, is not fetched."""
 
 
 def load_job(path: str | Path) -> JobConfig:

@@ -17,6 +17,7 @@ from .config import JobConfig
 from .data import Source
 from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
 from .graph import OpGraph
+from .holdings import Holdings
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
 from .layout import Layout, handover, lacking
@@ -126,7 +127,7 @@ class Coordinator:
         self._because: list[Deviation] = []
         self._linked: list[str] = []
         self._base = Base(graph, weights)
-        self._has: dict[str, set[str]] = {}
+        self._holdings = Holdings()
         self._shelf = Shelf(None, {}, self._base)
         self._uploads: dict[tuple[int, bool], Upload] = {}
         self._last_checkpoint: Upload | None = None
@@ -186,9 +187,11 @@ class Coordinator:
             stage = self._state.stage_of(name)
             if isinstance(message, protocol.Loaded) and message.epoch == self._state.epoch and stage is not None:
                 given = self._shelf.given(self._layout.stages[stage])
-                self._has.setdefault(name, set()).update(tensor.digest for tensor in given)
+                self._holdings.has(name, (tensor.digest for tensor in given))
             if isinstance(message, protocol.Prefetched) and message.name in self._base.digests:
-                self._has.setdefault(name, set()).add(self._base.digests[message.name])
+                self._holdings.has(name, [self._base.digests[message.name]])
+            if isinstance(message, protocol.Loaded | protocol.Prefetched) and message.shared_bytes > 0:
+                self._emit(events.Fetched(name, 0, 0, message.shared_bytes))
             if isinstance(message, protocol.Tried) and message.epoch == self._state.epoch:
                 tried = self._scheduler.tried(message.trial)
                 if tried is not None:
@@ -217,11 +220,13 @@ class Coordinator:
         if request.epoch != self._state.epoch:
             raise RemoteError(f"epoch {request.epoch} is over")
         sent = {True: 0, False: 0}  # bytes, by whether they are of the base
+        began_s = time.monotonic()
         try:
             async for name, chunk in self._shelf.read(request.names, request.skip):
                 sent[name in self._base.digests] += len(chunk)
                 yield chunk
         finally:
+            self._holdings.served(request.peer, sum(sent.values()), time.monotonic() - began_s)
             if not self._closed:
                 self._emit(events.Fetched(request.peer, sent[True], sent[False]))
 
@@ -402,7 +407,7 @@ class Coordinator:
         """Every stage starts from the checkpoint at `step`, or fresh."""
         self._begin(layout, "")
         self._shelf = Shelf(self._weights_at(step), self.graph.ties, self._base)
-        self._tell(layout, step, fetch=[self._shelf.wanted(stage) for stage in layout.stages])
+        self._tell(layout, step, [self._shelf.wanted(stage) for stage in layout.stages])
 
     def _move(self, plan: Plan, step: int, switch: runstate.Switch) -> None:
         """Every stage goes on with the state that the stages before it have."""
@@ -412,7 +417,7 @@ class Coordinator:
         self._begin(layout, switch.reason)
         moves, gifts = handover(old, layout, self._base.digests)
         fetch = [self._shelf.given(stage) for stage in layout.stages]
-        self._tell(layout, step, fetch=fetch, moves=moves, gifts=gifts)
+        self._tell(layout, step, fetch, moves, gifts)
 
     def _committed(self, event: events.StepCommitted) -> None:
         """Look at what the step took; where that is not what was planned, see whether another plan is better."""
@@ -434,8 +439,8 @@ class Coordinator:
             self._spawn(self._consider(self._state.epoch))
 
     async def _consider(self, epoch: int) -> None:
-        """Go over to a better plan, if there is one. Before, the links that it rests on are tried and the frozen weights
-        that it needs are fetched, while the run goes on; after each we ask again."""
+        """Go over to a better plan, if there is one. While the run goes on, the links that it rests on are tried, then
+        the frozen weights that it needs are fetched; after each we ask again."""
         try:
             found, because = Found(None, ""), list[Deviation]()
             for look in range(1, _LOOKS + 1):
@@ -444,8 +449,8 @@ class Coordinator:
                 question = self._scheduler.ask(self._known(), time.monotonic())
                 steps_left = self._state.settings.steps - self._state.done
                 found = await asyncio.to_thread(
-                    self._scheduler.better, question, self._layout, steps_left, because, self._base.digests, self._has,
-                    patient=look < _LOOKS,
+                    self._scheduler.better, question, self._layout, steps_left, because, self._base.digests,
+                    self._holdings.digests, patient=look < _LOOKS,
                 )  # fmt: skip
                 if not self._trains(epoch):
                     return
@@ -488,15 +493,15 @@ class Coordinator:
         for stage, name in zip(layout.stages, layout.names, strict=True):
             tensors = tuple(t for t in self._shelf.given(stage) if t.name in found.lacking.get(name, ()))
             if tensors:
-                self._say_to(name, protocol.Prefetch(epoch, tensors))
+                self._say_to(name, protocol.Prefetch(epoch, tensors, self._holders(name, tensors)))
         until_s = time.monotonic() + max(_FETCH_S, 2 * found.copy_s)
         while self._trains(epoch) and not self._because and time.monotonic() < until_s:
-            if not lacking(layout, self._base.digests, self._has):
+            if not lacking(layout, self._base.digests, self._holdings.digests):
                 return
             self._heard.clear()
             await self._heard.wait()
         for name in found.lacking:
-            self._say_to(name, protocol.Prefetch(epoch, ()))
+            self._say_to(name, protocol.Prefetch(epoch, (), ()))
 
     def _say_to(self, name: str, message: protocol.FromCoordinator) -> None:
         if name in self._sessions:
@@ -531,7 +536,7 @@ class Coordinator:
         self,
         layout: Layout,
         step: int,
-        fetch: Sequence[tuple[protocol.NamedSpec, ...]] = (),
+        fetch: Sequence[tuple[protocol.NamedSpec, ...]],
         moves: Sequence[tuple[protocol.Move, ...]] = (),
         gifts: Mapping[str, tuple[protocol.Gift, ...]] | None = None,
     ) -> None:
@@ -541,15 +546,21 @@ class Coordinator:
         self._linked = list(everybody if len(everybody) <= _ALL_LINKED else {*layout.names, *given})
         roster = self._roster(self._linked)
         for i, stage in enumerate(plan.stages):
+            holders = self._holders(stage.peer, fetch[i])
             message = protocol.Prepare(
                 plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
-                layout.names, roster, fetch[i] if fetch else (), moves[i] if moves else (),
+                layout.names, roster, fetch[i], holders, moves[i] if moves else (),
                 given.get(stage.peer, ()), stage.codec_forward, stage.codec_backward, stage.recompute,
             )  # fmt: skip
             self._sessions[stage.peer].send(message)
         for name in self._linked:
             if name not in layout.names and name in self._sessions:
                 self._sessions[name].send(protocol.Release(plan.epoch, step, roster, given.get(name, ())))
+
+    def _holders(self, name: str, tensors: Sequence[protocol.NamedSpec]) -> tuple[protocol.Holder, ...]:
+        addresses = self._roster(self._state.members)
+        links = self._scheduler.links(addresses, time.monotonic())
+        return self._holdings.holders(name, tensors, addresses, links)
 
     def _roster(self, names: Collection[str]) -> dict[str, str]:
         return {name: self._state.members[name].address for name in names}

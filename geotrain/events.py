@@ -103,12 +103,13 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What the coordinator sent to a peer that loaded its stage: weights that no step changes, which stay in the peer's
-    cache, and the rest."""
+    """What came to a peer that loads its stage: weights that no step changes, which stay in its cache, and the rest,
+    from the coordinator; and such weights from other peers."""
 
     name: str
     base_bytes: int
     state_bytes: int
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class _PeerFacts:
     duty: float
     memory_used_bytes: int = 0
     base_bytes: int = 0
+    shared_bytes: int = 0
     state_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     gone: str | None = None
@@ -92,8 +93,9 @@ class Recorder:
             case events.Checkpointed(step, path, nbytes):
                 self._checkpoint, self._checkpoint_step = str(path), step
                 self._checkpoints.append(nbytes)
-            case events.Fetched(name, base_bytes, state_bytes) if name in self._peers:
+            case events.Fetched(name, base_bytes, state_bytes, shared_bytes) if name in self._peers:
                 self._peers[name].base_bytes += base_bytes
+                self._peers[name].shared_bytes += shared_bytes
                 self._peers[name].state_bytes += state_bytes
             case events.PeerGone(name, reason):
                 if name in self._peers:
@@ -231,12 +233,14 @@ class Recorder:
         ]  # fmt: skip
 
     def _bytes_by_class(self) -> dict[str, Any]:
-        """What crossed the links, by what it was: in all; of what no step changes, and of the rest, by peer."""
+        """What crossed the links, by what it was: in all; of what no step changes, from the coordinator and from other
+        peers, and of the rest, by peer."""
         uses = [use for link in self._links.values() for use in link.codecs.values()]
         return {
             "values": sum(use.wire_bytes for use in uses if use.direction == "F"),
             "gradients": sum(use.wire_bytes for use in uses if use.direction == "B"),
             "base": {name: peer.base_bytes for name, peer in self._peers.items()},
+            "shared": {name: peer.shared_bytes for name, peer in self._peers.items()},
             "state": {name: peer.state_bytes for name, peer in self._peers.items()},
             "checkpoints": self._checkpoints,
         }

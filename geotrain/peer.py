@@ -23,7 +23,7 @@ from torch import Tensor
 from . import protocol
 from .admission import Admission, expectations, moved
 from .base import COORDINATOR, ONCE, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
-from .cache import TensorCache, fetch_tensors
+from .cache import LocalWeights, TensorCache, fetch_tensors
 from .channel import Dialled
 from .codecs import warm_up
 from .coding import Codecs, Decoder, Encoder, absent, raw_frame
@@ -36,6 +36,7 @@ from .identity import Ticket
 from .loops import run
 from .machine import allocate_tightly, free_memory_bytes, kind, measured_flops_per_s, pick_device
 from .probe import measure
+from .sharing import SharingService, fetch_shared
 from .stagethread import Held, Machine, StageThread, one_line
 from .survey import LONG_BYTES, VALUE, Survey, frame_of, is_test
 from .topology import Topology
@@ -73,7 +74,8 @@ class PeerProcess:
         self._config, self._ticket, self._say = config, ticket, say
         self._machine = Machine(pick_device(config.device), config.duty, config.threads)
         self._dialled = Dialled(ticket)
-        self._cache = TensorCache(config.cache, self.name)
+        local = LocalWeights(config.weights) if config.weights is not None else None
+        self._cache = TensorCache(config.cache, self.name, local)
         self._transport = DirectTransport(
             self.name, run=ticket.run, token=ticket.token, on_frame=self._on_frame, on_lost=self._on_lost,
             topology=topology, host=config.host, port=config.port,
@@ -93,7 +95,7 @@ class PeerProcess:
         self._outbox: asyncio.Queue[protocol.FromPeer] = asyncio.Queue()
         speed = await asyncio.to_thread(measured_flops_per_s, self._machine.device, self._machine.threads)
         memory = self._config.memory_gib
-        address = await self._transport.start()
+        address = await self._transport.start(SharingService(self._ticket, self._cache).add_to)
         hello = protocol.Hello(
             PROTOCOL_VERSION, self._ticket.run, self._ticket.token, self.name, speed * self._machine.duty,
             int(memory * 2**30) if memory is not None else free_memory_bytes(self._machine.device),
@@ -132,9 +134,9 @@ class PeerProcess:
                 case protocol.Probe(epoch, dst, nbytes):
                     frame = frame_of(epoch, 0, min(nbytes, LONG_BYTES))
                     self._spawn(self._deliver(dst, frame))
-                case protocol.Prefetch(epoch, tensors):
+                case protocol.Prefetch() as prefetch:
                     self._stop_prefetching()
-                    self._prefetching = self._spawn(self._prefetch(epoch, tensors))
+                    self._prefetching = self._spawn(self._prefetch(prefetch))
                 case protocol.Instruct(epoch, instructions):
                     if self._stage is not None and self._stage.epoch == epoch:
                         self._stage.instruct(instructions)
@@ -226,20 +228,33 @@ class PeerProcess:
             self._coding.use(codecs)
 
     def fetch(
-        self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]
-    ) -> concurrent.futures.Future[None]:
-        return asyncio.run_coroutine_threadsafe(self._fetch(epoch, into, digests), self._loop)
+        self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str], holders: Sequence[protocol.Holder]
+    ) -> concurrent.futures.Future[int]:
+        work = self._fetch(epoch, dict(into), digests, holders)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _fetch(self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
+    async def _fetch(
+        self, epoch: int, into: dict[str, Tensor], digests: Mapping[str, str], holders: Sequence[protocol.Holder]
+    ) -> int:
+        """Returns the bytes that came from other peers."""
+        shared_bytes = 0
+        for holder in holders:
+            asked = {name: into.pop(name) for name in holder.names if name in into and name in digests}
+            source = partial(fetch_shared, holder.address, self._ticket, digests)
+            with contextlib.suppress(RemoteError):  # the coordinator has all
+                shared_bytes += await fetch_tensors(source, asked, digests, self._cache)
+            into |= asked
         await fetch_tensors(partial(self._dialled.fetch, epoch), into, digests, self._cache)
+        return shared_bytes
 
-    async def _prefetch(self, epoch: int, tensors: Sequence[protocol.NamedSpec]) -> None:
+    async def _prefetch(self, prefetch: protocol.Prefetch) -> None:
         """One after the other: the stage that runs has the memory."""
         with contextlib.suppress(RemoteError):  # they are fetched when they are needed
-            for tensor in tensors:
+            for tensor in prefetch.tensors:
                 memory = torch.empty(tensor.spec.shape, dtype=to_dtype(tensor.spec.dtype))
-                await self._fetch(epoch, {tensor.name: memory}, {tensor.name: tensor.digest})
-                self._post(protocol.Prefetched(epoch, tensor.name))
+                digests = {tensor.name: tensor.digest}
+                shared_bytes = await self._fetch(prefetch.epoch, {tensor.name: memory}, digests, prefetch.holders)
+                self._post(protocol.Prefetched(prefetch.epoch, tensor.name, shared_bytes))
 
     def _stop_prefetching(self) -> None:
         if self._prefetching is not None:

@@ -62,10 +62,11 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The stage of this epoch is built and has its weights."""
+    """The stage of this epoch is built and has its weights; `shared_bytes` of them came from other peers' caches."""
 
     epoch: int
     stage: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,11 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The peer has a tensor that it was to fetch beforehand."""
+    """The peer has a tensor that it was to fetch beforehand; `shared_bytes` of it came from other peers' caches."""
 
     epoch: int
     name: str
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +173,22 @@ class Gift:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """The peer at `address` has the tensors called `names`, and is the one to ask for them."""
+
+    address: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """The old epoch is over: become `stage` of this one.
 
     `graph` is a stage graph's bytes, `actions` its schedule as words, `train` the job's training section as
     JSON, `seed` the run's. `names` is the peer of each stage and `roster` the address of each peer. `fetch` are
-    the tensors to fetch from the coordinator, `moves` those that come from peers; a parameter or buffer that is
-    among neither is made from its own init. `gifts` are given to others first. `step` steps are done.
+    the tensors to fetch, from `holders` or else from the coordinator, `moves` those that come from the stages before;
+    a parameter or buffer that is among neither is made from its own init. `gifts` are given to others first. `step`
+    steps are done.
     """
 
     epoch: int
@@ -190,6 +201,7 @@ class Prepare:
     names: tuple[str, ...]
     roster: dict[str, str]
     fetch: tuple[NamedSpec, ...]
+    holders: tuple[Holder, ...]
     moves: tuple[Move, ...]
     gifts: tuple[Gift, ...]
     codec_forward: str
@@ -275,11 +287,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Fetch these into the cache, in the background; say `Prefetched` of each. A stage of the next epoch may need them.
-    No others are fetched any more."""
+    """Fetch these into the cache while the stage computes, as `Prepare` would have it, and say `Prefetched` of each: a
+    stage of the next epoch may need them. What an earlier message asked for is given up."""
 
     epoch: int
     tensors: tuple[NamedSpec, ...]
+    holders: tuple[Holder, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +325,16 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchShared:
+    """A peer asks another one for tensors by the SHA-256 of their bytes; the answer is like that to `Fetch`."""
+
+    run: str
+    token: bytes
+    digests: tuple[str, ...]
+    skip: int
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """Opens an upload of a stage's tensors: raw bytes, one after the other, in chunks, follow. `gradients`
     says that they are those of step number `step`; otherwise they are the state after `step` steps."""
@@ -327,7 +350,7 @@ class Store:
 
 FromPeer = Hello | Surveyed | Loaded | Ready | Tried | Scored | Saved | Prefetched | Progress | Failed | Leaving
 FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Prefetch | Instruct | Leave
-Transfer = Fetch | Store
+Transfer = Fetch | FetchShared | Store
 Message = FromPeer | FromCoordinator | Transfer
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -335,7 +358,7 @@ _LIMITS: Mapping[type[Any], int] = {
     Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 32 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
     Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB,
-    Probe: _KIB, Tried: _KIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
+    Probe: _KIB, Tried: _KIB, FetchShared: _MIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

@@ -175,12 +175,12 @@ def copy_seconds(
     """How long the transfers take when all go at once: the slowest link, uplink or downlink. A pair that is not in
     `links` costs nothing."""
     rates = {(link.src, link.dst): link.rate_bytes_per_s for link in links}
-    between, out, into = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
+    between, out, into = Counter[Any](), Counter[Any](), Counter[Any]()
     for move in moves:
         between[move.src, move.dst] += move.nbytes
         out[move.src] += move.nbytes
         into[move.dst] += move.nbytes
-    ways: tuple[tuple[Counter[Any], Mapping[Any, float]], ...] = ((between, rates), (out, up or {}), (into, down or {}))
+    ways: list[tuple[Counter[Any], Mapping[Any, float]]] = [(between, rates), (out, up or {}), (into, down or {})]
     return max((nbytes / by[way] for totals, by in ways for way, nbytes in totals.items() if way in by), default=0.0)
 
 

@@ -205,10 +205,13 @@ def _links(facts: Facts) -> str:
 def _bytes(facts: Facts) -> str:
     classes, steps = facts["bytes"], max(len(facts["losses"]), 1)
     rows = [[name, size(classes[name]), f"{size(classes[name] / steps)} a step"] for name in ("values", "gradients")]
-    for what, name in (("weights that no step changes, once", "base"), ("other weights and states", "state")):
+    for what, name in (
+        ("weights that no step changes, once, to peers", "base"), ("such weights, from peer to peer", "shared"),
+        ("other weights and states, to peers", "state"),
+    ):  # fmt: skip
         sent = {peer: nbytes for peer, nbytes in classes[name].items() if nbytes}
         parts = ", ".join(f"{peer} {size(nbytes)}" for peer, nbytes in sent.items())
-        rows.append([f"{what}, to peers", size(sum(sent.values())), parts])
+        rows.append([what, size(sum(sent.values())), parts])
     kept = classes["checkpoints"]
     rows.append([f"{len(kept)} checkpoints", size(sum(kept)), f"the last one {size(kept[-1])}" if kept else ""])
     return _table(["what", "in all", ""], rows, left=(0, 2)) if facts["losses"] else ""

@@ -206,6 +206,10 @@ class Scheduler:
 
     # What follows.
 
+    def links(self, names: Collection[str], now_s: float) -> list[Link]:
+        """As they are believed to be."""
+        return self._book.links(names, now_s)
+
     def ask(self, known: Known, now_s: float) -> Question:
         """All that is known at this moment of these peers."""
         up, down = self._book.caps()

@@ -38,13 +38,14 @@ Send = Callable[[list[int], FrameKey, Tensor | None], None]
 
 
 class Loop(Protocol):
-    """What the thread asks of the event loop. `fetch` and `upload` start at once and end in the future."""
+    """What the thread asks of the event loop. `fetch` and `upload` start at once and end in the future; `fetch` gives
+    the bytes that came from other peers."""
 
     def post(self, message: protocol.FromPeer) -> None: ...
     def use_codecs(self, codecs: Codecs) -> None: ...
     def fetch(
-        self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str]
-    ) -> "concurrent.futures.Future[None]": ...
+        self, epoch: int, into: Mapping[str, Tensor], digests: Mapping[str, str], holders: Sequence[protocol.Holder]
+    ) -> "concurrent.futures.Future[int]": ...
     def upload(
         self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
     ) -> "concurrent.futures.Future[None]": ...
@@ -82,7 +83,7 @@ class StageThread:
         self._given: dict[str, str] = {}
         self._moved = Mailbox()
         self._instructions: queue.SimpleQueue[protocol.Instruction | None] = queue.SimpleQueue()
-        self._transfer: concurrent.futures.Future[None] | None = None
+        self._transfer: concurrent.futures.Future[int] | None = None
         self._upload: concurrent.futures.Future[None] | None = None
         self._stopped = threading.Event()
         self._doing = "loading weights"
@@ -140,8 +141,8 @@ class StageThread:
         try:
             if self._machine.threads is not None:
                 torch.set_num_threads(self._machine.threads)  # OpenMP keeps this count for each thread
-            self._build()
-            self._loop.post(protocol.Loaded(self.epoch, self.index))
+            shared_bytes = self._build()
+            self._loop.post(protocol.Loaded(self.epoch, self.index, shared_bytes))
             self._doing = "waiting for the other stages"
             while (instruction := self._instructions.get()) is not None:
                 self._carry_out(instruction)
@@ -151,7 +152,8 @@ class StageThread:
             if not self._stopped.is_set():
                 self._loop.post(protocol.Failed(self.epoch, one_line(error)))
 
-    def _build(self) -> None:
+    def _build(self) -> int:
+        """Returns the bytes of its weights that came from other peers."""
         prepare, stage, device = self._prepare, self.stage, self._machine.device
         wanted = {tensor.name: tensor.spec for tensor in prepare.fetch}
         fetched: dict[str, Tensor] = {}
@@ -166,7 +168,7 @@ class StageThread:
             if tensor is not None:
                 fetched[name] = tensor
         missing = {name: tensor for name, tensor in fetched.items() if kept.get(name) is None}
-        self._transfer = self._loop.fetch(self.epoch, missing, self._given)
+        self._transfer = self._loop.fetch(self.epoch, missing, self._given, prepare.holders)
         tensors: dict[str, Tensor] = {}
         moving = {move.name for move in prepare.moves}
         for name, entry in {**stage.parameters, **stage.buffers}.items():
@@ -178,7 +180,7 @@ class StageThread:
                     raise Aborted
         optimizer_state: dict[str, Tensor] = {}
         tensors |= self._take_over(optimizer_state)
-        self._transfer.result()
+        shared_bytes = self._transfer.result()
         entries = {**stage.parameters, **stage.buffers}
         for name in [name for name in fetched if name in entries]:
             tensors[name] = _laid_out(fetched.pop(name), entries[name].spec.stride).to(device)
@@ -188,6 +190,7 @@ class StageThread:
             send=self._send, duty=self._machine.duty, recompute=prepare.recompute,
         )  # fmt: skip
         self.worker.load({**fetched, **optimizer_state})
+        return shared_bytes
 
     def _take_over(self, optimizer_state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parameters and buffers that move here, on the device; their optimizer state goes into the argument."""

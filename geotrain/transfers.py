@@ -5,7 +5,6 @@ shapes of its graph.
 """
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -47,14 +46,7 @@ class Base:
         self.store = store
         frozen = [n for n, p in graph.parameters.items() if not p.requires_grad]
         frozen += [n for n, b in graph.buffers.items() if not b.mutated]
-        self.digests = {} if store is None else {n: _digest(store, n) for n in frozen if n in store}
-
-
-def _digest(store: WeightStore, name: str) -> str:
-    digest = hashlib.sha256()
-    for _, chunk in store.chunks(name):
-        digest.update(chunk)
-    return digest.hexdigest()
+        self.digests = {} if store is None else {n: store.digest(n) for n in frozen if n in store}
 
 
 class Shelf:

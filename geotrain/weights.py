@@ -8,6 +8,7 @@ header of {name: {dtype, shape, data_offsets}}, then the tensors without gaps
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import struct
@@ -180,12 +181,23 @@ class WeightStore:
         for offset in range(0, max(total, 1), size):
             yield offset, self.read(name, offset, min(size, total - offset))
 
+    def digest(self, name: str) -> str:
+        """The SHA-256 of a tensor's bytes, in hex."""
+        digest = hashlib.sha256()
+        for _, chunk in self.chunks(name):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def read_into(self, name: str, memory: memoryview) -> None:
+        """Fills `memory` with a whole tensor's bytes."""
+        if len(memory):
+            self._find(name).read_into(self._there(name), 0, memory)
+
     def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A whole tensor, read straight into its memory."""
         spec = self.spec(name)
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        if spec.nbytes:
-            self._find(name).read_into(self._there(name), 0, tensor_memory(tensor))
+        self.read_into(name, tensor_memory(tensor))
         return tensor.to(device)
 
     def close(self) -> None:

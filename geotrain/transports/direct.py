@@ -1,7 +1,7 @@
 """Frames over gRPC: one bidirectional stream a pair of peers and epoch. I/O."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,9 +72,11 @@ class DirectTransport(StreamTransport):
         self._server_credentials, self._channel_credentials = server_credentials, channel_credentials
         self._server: grpc.aio.Server | None = None
 
-    async def start(self) -> str:
+    async def start(self, mount: Callable[[grpc.aio.Server], None] = lambda server: None) -> str:
+        """Listen; `mount` puts other services on the same server."""
         server = grpc.aio.server(options=[*SERVER_OPTIONS, *_LIMITS])
         self.mount(server)
+        mount(server)
         where = f"{self._host}:{self._port}"
         try:
             if self._server_credentials is None:

@@ -72,7 +72,7 @@ class Run:
 
     def load(self):
         for i, stage in enumerate(self.state.plan.stages):
-            commands = self.say(stage.peer, protocol.Loaded(self.state.epoch, i))
+            commands = self.say(stage.peer, protocol.Loaded(self.state.epoch, i, 0))
         return commands
 
     def step(self, **changes):
@@ -494,7 +494,7 @@ class Swarm(RuleBasedStateMachine):
         state = self.run.state
         ready = replace(report(i, name, state.done), seconds=state.epoch)
         for message in [
-            protocol.Loaded(state.epoch, i),
+            protocol.Loaded(state.epoch, i, 0),
             *(protocol.Saved(state.epoch, step, i) for step in state.saving),
             *(protocol.Scored(state.epoch, step, (1.0,)) for step in state.evaluating),
             protocol.Ready(state.epoch, ready),

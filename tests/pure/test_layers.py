@@ -23,13 +23,13 @@ LAYERS = [
     "planner.price", "planner.tables", "planner.exact", "planner.chain", "planner.bound", "planner.heuristic",
     "planner.polish", "planner.build", "planner.explain", "planner.make", "planner.baselines", "planner.replicas",
     "planner.check", "planner", "optim", "topology", "whatif", "manifest", "wire", "meter", "admission", "protocol",
-    "layout", "links", "replan", "identity", "events", "scheduler", "runstate", "control", "plots", "facts", "stage",
-    "instruct",
+    "holdings", "layout", "links", "replan", "identity", "events", "scheduler", "runstate", "control", "plots", "facts",
+    "stage", "instruct",
     # shell
     "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache",
     "pretrained", "checkpoint", "transports.base", "transports.shaping", "transports.links", "transports",
-    "transports.memory", "transports.direct", "survey", "loops", "channel", "inputs", "transfers", "runfolder",
-    "trained", "results", "stagethread",
+    "transports.memory", "transports.direct", "survey", "loops", "channel", "sharing", "inputs", "transfers",
+    "runfolder", "trained", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces
@@ -100,5 +100,5 @@ def test_pure_modules_touch_no_world(name):
 
 def test_grpc_and_hivemind_are_imported_where_the_connections_are():
     users = {name: imports(name)[1] for name in MODULES}
-    assert {n for n, o in users.items() if "grpc" in o} <= {"channel", "transports.direct"}
+    assert {n for n, o in users.items() if "grpc" in o} <= {"channel", "sharing", "transports.direct"}
     assert {n for n, o in users.items() if "hivemind" in o} == set()

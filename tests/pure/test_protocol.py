@@ -25,7 +25,7 @@ SPEC = protocol.NamedSpec("w", TensorSpec((2, 3), "float32", (1, 2)))
 EXAMPLES = [
     protocol.Hello(1, "r", b"secret", "anna", 1e9, 1 << 40, 0.5, "127.0.0.1:1", "cpu"),
     protocol.Surveyed(1, REPORT.links, 1e9, (BlockTime(0.1, 0.1, 0.2, 100),)),
-    protocol.Loaded(1, 0),
+    protocol.Loaded(1, 0, 5),
     protocol.Ready(1, REPORT),
     protocol.Tried(1, Trial(3, 0, 2.0, 2.1, 0.1, (5.0, 5.1))),
     protocol.Scored(1, 4, (1.0, 2.0)),
@@ -38,11 +38,12 @@ EXAMPLES = [
     protocol.Probe(1, "ben", 1 << 16),
     protocol.Prepare(
         2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,),
-        (protocol.Move("w", "ben"),), (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
+        (protocol.Holder("h:2", ("w",)),), (protocol.Move("w", "ben"),),
+        (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
     ),
     protocol.Release(3, 7, {"anna": "h:1"}, (protocol.Gift("b", ("ben",)),)),
-    protocol.Prefetch(2, (SPEC,)),
-    protocol.Prefetched(2, "w"),
+    protocol.Prefetch(2, (SPEC,), (protocol.Holder("h:1", ("w",)),)),
+    protocol.Prefetched(2, "w", 24),
     protocol.Instruct(
         2,
         (
@@ -52,6 +53,7 @@ EXAMPLES = [
     ),
     protocol.Leave("done"),
     protocol.Fetch("r", b"t", "anna", 1, ("w", "b"), 0),
+    protocol.FetchShared("r", b"t", ("00ff",), 7),
     protocol.Store("r", b"t", 1, 0, 2, False, (protocol.NamedSpec("w", TensorSpec((), "bfloat16")),)),
 ]  # fmt: skip
 
@@ -82,19 +84,19 @@ def test_a_kind_for_the_other_side_is_refused():
     "body",
     [
         ["Loaded", 1],  # too few fields
-        ["Loaded", 1, 2, 3],  # too many
+        ["Loaded", 1, 2, 3, 4],  # too many
         ["Saved", 1, 2],  # another record
-        ["Loaded", True, 2],  # bool is not int
-        ["Loaded", "1", 2],
-        ["Loaded", 1.0, 2],
+        ["Loaded", True, 2, 0],  # bool is not int
+        ["Loaded", "1", 2, 0],
+        ["Loaded", 1.0, 2, 0],
         {"epoch": 1, "stage": 2},
         [],
         None,
-        [["Loaded"], 1, 2],
+        [["Loaded"], 1, 2, 0],
     ],
 )
 def test_wrong_shapes_are_refused(body):
-    kind = protocol.encode(protocol.Loaded(1, 2))[:1]
+    kind = protocol.encode(protocol.Loaded(1, 2, 0))[:1]
     with pytest.raises(RemoteProtocolError, match="malformed Loaded"):
         protocol.decode(kind + msgpack.packb(body), protocol.FromPeer)
 

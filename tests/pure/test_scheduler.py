@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from geotrain import config, events
+from geotrain import config, events, replan
 from geotrain.base import LinkUse, Peer, StageReport
 from geotrain.graph import capture
 from geotrain.scheduler import Scheduler
@@ -29,13 +29,17 @@ class Net(nn.Module):
 class Run:
     """A scheduler whose peers have surveyed their links, a minute ago, and the plan that followed."""
 
-    def __init__(self):
+    def __init__(self, frozen=False):
+        net = Net()
+        for layer in net.layers:
+            layer.weight.requires_grad_(not frozen)
         job = config.JobConfig(
             train=config.TrainConfig(microbatches=4),
             pipeline=config.PipelineConfig(stages=2),
             compression=config.CompressionConfig(max_loss_increase=0),
         )
-        self.scheduler = Scheduler(job, capture(Net(), {"x": torch.randn(256, 64)}))
+        self.graph = capture(net, {"x": torch.randn(256, 64)})
+        self.scheduler = Scheduler(job, self.graph)
         self.known = [(Peer(name, 1e10, 1 << 30), "cpu") for name in NAMES]
         for pair in permutations(NAMES, 2):
             self.saw(pair, FAST, at_s=0.0)
@@ -67,8 +71,9 @@ class Run:
         assert not self.step(61.0, FAST)
         assert [len(self.step(at_s, SLOW)) for at_s in (62.0, 63.0, 64.0)] == [0, 0, 2]
 
-    def better(self, now_s):
-        return self.scheduler.better(self.scheduler.ask(self.known, now_s), self.layout, 1000, (), {}, {})
+    def better(self, now_s, given=None, has=None, **options):
+        question = self.scheduler.ask(self.known, now_s)
+        return self.scheduler.better(question, self.layout, 1000, (), given or {}, has or {}, **options)
 
 
 def test_links_that_nobody_measured_lately_are_tried_before_a_plan_goes_over_them():
@@ -106,3 +111,24 @@ def test_a_test_frame_arrives_or_its_link_is_believed_to_be_slow(arrives):
     assert run.scheduler.answered([test], 200.0, 208.0)
     rates = {(link.src, link.dst): link.rate_bytes_per_s for link in run.scheduler.ask(run.known, 208.0).links}
     assert rates["anna", "ben"] == pytest.approx(FAST if arrives else test.nbytes / 8.0)
+
+
+def test_frozen_weights_are_fetched_before_and_only_trained_state_holds_the_run_up(monkeypatch):
+    run, prices, decide = Run(frozen=True), [], replan.decide
+
+    def noted(*plans, copy_s, stall_s, **rest):
+        prices.append((copy_s, stall_s))
+        return decide(*plans, copy_s=copy_s, stall_s=stall_s, **rest)
+
+    monkeypatch.setattr(replan, "decide", noted)
+    run.drop()
+    given = {name: f"digest of {name}" for name in run.graph.parameters if name.endswith("weight")}
+    has = {name: given.values() for name in run.pair}
+    found = run.better(64.0, given, has)
+    assert found.lacking.keys() == {run.spare} and {*found.lacking[run.spare]} <= given.keys()
+    run.better(64.0, given, has, patient=False)
+    there = run.better(64.0, given, dict.fromkeys(NAMES, given.values()))
+    assert there.layout.names == found.layout.names and not there.lacking
+    (copy_s, stall_s), hasty, nothing = prices
+    assert copy_s > 0 and nothing == (0.0, stall_s)
+    assert hasty[0] == 0 and hasty[1] > stall_s

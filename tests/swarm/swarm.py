@@ -25,8 +25,8 @@ from geotrain.errors import GeotrainError
 from geotrain.peer import main
 name, parent = sys.argv[1], sys.argv[2] == "parent"
 try:
-    sys.exit(main(PeerConfig(name=name, device="cpu", threads=1, memory_gib=1.0, host="127.0.0.1"),
-                  sys.argv[3], parent_pipe=parent))
+    config = PeerConfig(name=name, device="cpu", threads=1, memory_gib=1.0, host="127.0.0.1", cache=f"~/.cache/{name}")
+    sys.exit(main(config, sys.argv[3], parent_pipe=parent))
 except GeotrainError as error:
     sys.exit(str(error))
 """
