@@ -20,13 +20,14 @@ from .graph import OpGraph
 from .holdings import Holdings
 from .identity import Ticket, new_token, same_token
 from .inputs import Feeder
-from .layout import Layout, handover
+from .layout import Layout, handover, lacking
+from .links import Pair, Probe
 from .optim import clip_factor, lr_at
 from .prompts import Prompts
 from .replan import Deviation
 from .results import Result
 from .runfolder import RunFolder
-from .scheduler import Scheduler
+from .scheduler import Found, Scheduler
 from .topology import Topology
 from .transfers import Base, GradientWriter, Shelf, Upload, checkpoint_sink
 from .transports.direct import DirectTransport
@@ -36,6 +37,12 @@ HEARTBEAT_S = 1.0
 _TICK_S = 0.5
 _ALL_LINKED = 16
 """Up to so many peers are linked with all others, whatever the plan: links that it does not use are measured too."""
+
+_LOOKS = 8
+"""A better plan is asked for again when its links are tried or its weights are there, so often at most."""
+
+_FETCH_S = 10.0
+"""Weights for a better plan are waited for twice as long as they should take, but so long at least."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -119,7 +126,9 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._layouts: dict[int, Layout] = {}
         self._proposed: Layout | None = None
+        self._heard = asyncio.Event()
         self._considering = False
+        self._because: list[Deviation] = []
         self._linked: list[str] = []
         self._base = Base(graph, weights)
         self._holdings = Holdings()
@@ -183,8 +192,10 @@ class Coordinator:
             if isinstance(message, protocol.Loaded) and message.epoch == self._state.epoch and stage is not None:
                 given = self._shelf.given(self._layout.stages[stage])
                 self._holdings.has(name, (tensor.digest for tensor in given))
-                if message.shared_bytes > 0:
-                    self._emit(events.Fetched(name, 0, 0, message.shared_bytes))
+            if isinstance(message, protocol.Prefetched) and message.name in self._base.digests:
+                self._holdings.has(name, [self._base.digests[message.name]])
+            if isinstance(message, protocol.Loaded | protocol.Prefetched) and message.shared_bytes > 0:
+                self._emit(events.Fetched(name, 0, 0, message.shared_bytes))
             if isinstance(message, protocol.Continued) and self._continued is not None and not self._continued.done():
                 self._continued.set_result(message.tokens)
             if isinstance(message, protocol.Tried) and message.epoch == self._state.epoch:
@@ -201,6 +212,7 @@ class Coordinator:
                 if message.flops_per_s > 0:
                     self._scheduler.rested(name, message.flops_per_s)
             self._post(runstate.Said(name, message))
+            self._heard.set()
 
     def on_closed(self, session: channel.Session, reason: str) -> None:
         name = self._name_of(session)
@@ -421,29 +433,90 @@ class Coordinator:
         deviations = self._scheduler.committed(event, now_s)
         linked = [name for name in self._linked if name in self._sessions]
         for probe in self._scheduler.probes(linked, now_s):
-            self._sessions[probe.src].send(protocol.Probe(self._state.epoch, probe.dst, probe.nbytes))
+            self._send_test(probe)
         if deviations:
             self._look_for_better(deviations)
 
     def _look_for_better(self, because: Sequence[Deviation]) -> None:
         """Unless the user has said what the plan is."""
-        if not self._considering and not self._plan_is_given and self._state.phase == "training":
+        if self._plan_is_given or self._state.phase != "training":
+            return
+        self._because += because
+        if not self._considering:
             self._considering = True
-            self._spawn(self._consider(because))
+            self._spawn(self._consider(self._state.epoch))
 
-    async def _consider(self, deviations: Sequence[Deviation]) -> None:
+    async def _consider(self, epoch: int) -> None:
+        """Go over to a better plan, if there is one. While the run goes on, the links that it rests on are tried, then
+        the frozen weights that it needs are fetched; after each we ask again."""
         try:
-            epoch, layout = self._state.epoch, self._layout
-            question = self._scheduler.ask(self._known(), time.monotonic())
-            steps_left = self._state.settings.steps - self._state.done
-            found = await asyncio.to_thread(self._scheduler.better, question, layout, steps_left, deviations)
+            found, because = Found(None, ""), list[Deviation]()
+            for look in range(1, _LOOKS + 1):
+                because += self._because
+                self._because = []
+                question = self._scheduler.ask(self._known(), time.monotonic())
+                steps_left = self._state.settings.steps - self._state.done
+                found = await asyncio.to_thread(
+                    self._scheduler.better, question, self._layout, steps_left, because, self._base.digests,
+                    self._holdings.digests, patient=look < _LOOKS,
+                )  # fmt: skip
+                if not self._trains(epoch):
+                    return
+                doubtful = [pair for pair in found.doubtful if {*pair} <= self._sessions.keys() & self._linked]
+                if look == _LOOKS or not (doubtful or found.lacking or self._because):
+                    break
+                if doubtful:
+                    await self._test(epoch, doubtful)
+                elif found.layout is not None and found.lacking:
+                    await self._prefetch(epoch, found.layout, found)
+                if not self._trains(epoch):
+                    return
             if found.layout is None:
                 self._emit(events.Considered(self._state.done, found.reason))
-            elif (self._state.epoch, self._state.phase) == (epoch, "training"):
+            else:
                 self._proposed = found.layout
                 self._post(runstate.Switch(epoch, found.layout.plan, found.reason))
         finally:
             self._considering = False
+            self._because = []
+
+    def _trains(self, epoch: int) -> bool:
+        return (self._state.epoch, self._state.phase) == (epoch, "training")
+
+    async def _test(self, epoch: int, pairs: Sequence[Pair]) -> None:
+        """Send test frames over links, and see them arrive, or be late."""
+        tests, sent_s = self._scheduler.tests(pairs), time.monotonic()
+        for test in tests:
+            self._send_test(test)
+        while self._trains(epoch) and not self._scheduler.answered(tests, sent_s, time.monotonic()):
+            self._heard.clear()
+            await self._heard.wait()
+
+    async def _prefetch(self, epoch: int, layout: Layout, found: Found) -> None:
+        """Let peers fetch what they lack, until they have it, it takes too long, or something else has changed."""
+        who = " and ".join(found.lacking)
+        self._emit(
+            events.Considered(self._state.done, f"the weights for another one go to {who} first; {found.reason}")
+        )
+        for stage, name in zip(layout.stages, layout.names, strict=True):
+            tensors = tuple(t for t in self._shelf.given(stage) if t.name in found.lacking.get(name, ()))
+            if tensors:
+                self._say_to(name, protocol.Prefetch(epoch, tensors, self._holders(name, tensors)))
+        until_s = time.monotonic() + max(_FETCH_S, 2 * found.copy_s)
+        while self._trains(epoch) and not self._because and time.monotonic() < until_s:
+            if not lacking(layout, self._base.digests, self._holdings.digests):
+                return
+            self._heard.clear()
+            await self._heard.wait()
+        for name in found.lacking:
+            self._say_to(name, protocol.Prefetch(epoch, (), ()))
+
+    def _say_to(self, name: str, message: protocol.FromCoordinator) -> None:
+        if name in self._sessions:
+            self._sessions[name].send(message)
+
+    def _send_test(self, test: Probe) -> None:
+        self._sessions[test.src].send(protocol.Probe(self._state.epoch, test.dst, test.nbytes))
 
     def _begin(self, layout: Layout, reason: str) -> None:
         self._layouts = {layout.plan.epoch: layout}
@@ -479,10 +552,9 @@ class Coordinator:
         plan, job, given = layout.plan, self.job, gifts or {}
         everybody = self._state.members
         self._linked = list(everybody if len(everybody) <= _ALL_LINKED else {*layout.names, *given})
-        roster, addresses = self._roster(self._linked), self._roster(everybody)
-        links = self._scheduler.links(addresses, time.monotonic())
+        roster = self._roster(self._linked)
         for i, stage in enumerate(plan.stages):
-            holders = self._holdings.holders(stage.peer, fetch[i], addresses, links)
+            holders = self._holders(stage.peer, fetch[i])
             message = protocol.Prepare(
                 plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
                 layout.names, roster, fetch[i], holders, moves[i] if moves else (),
@@ -492,6 +564,11 @@ class Coordinator:
         for name in self._linked:
             if name not in layout.names and name in self._sessions:
                 self._sessions[name].send(protocol.Release(plan.epoch, step, roster, given.get(name, ())))
+
+    def _holders(self, name: str, tensors: Sequence[protocol.NamedSpec]) -> tuple[protocol.Holder, ...]:
+        addresses = self._roster(self._state.members)
+        links = self._scheduler.links(addresses, time.monotonic())
+        return self._holdings.holders(name, tensors, addresses, links)
 
     def _roster(self, names: Collection[str]) -> dict[str, str]:
         return {name: self._state.members[name].address for name in names}

@@ -4,7 +4,7 @@ A stage that moves, or a peer that joins, needs tensors that others have fetched
 that has it and is linked best, unless the coordinator itself is faster.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 
 from .base import Link
@@ -24,6 +24,11 @@ class Holdings:
     def has(self, peer: str, digests: Iterable[str]) -> None:
         """A peer has these now."""
         self._has.setdefault(peer, set()).update(digests)
+
+    @property
+    def digests(self) -> Mapping[str, Collection[str]]:
+        """Of what each peer has, by peer."""
+        return self._has
 
     def served(self, peer: str, nbytes: int, seconds: float) -> None:
         """The coordinator has sent a peer so many bytes."""

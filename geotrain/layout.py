@@ -1,6 +1,6 @@
 """A plan, and what each of its stages is told: its part of the graph, and its actions. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from . import planner, protocol, schedule
@@ -112,6 +112,20 @@ def handover(
     return moves, {
         peer: tuple(protocol.Gift(name, tuple(to)) for name, to in given.items()) for peer, given in gifts.items()
     }
+
+
+def lacking(layout: Layout, given: Mapping[str, str], has: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
+    """By peer, the parameters and buffers of its stage that are `given` by their content (by name its digest) and that
+    it does not have (by peer, digests): it can fetch them before its stage begins."""
+    found = {
+        peer: tuple(
+            name
+            for name in (*stage.parameters, *stage.buffers)
+            if name in given and given[name] not in has.get(peer, ())
+        )
+        for peer, stage in zip(layout.names, layout.stages, strict=True)
+    }
+    return {peer: names for peer, names in found.items() if names}
 
 
 def plan(graph: OpGraph, peers: Sequence[Peer], links: Sequence[Link], job: JobConfig) -> Plan:

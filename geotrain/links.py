@@ -4,6 +4,7 @@
     book.saw(uses, start_s, end_s)      # every step's `LinkUse`s of all receivers, and those of each survey
     links = book.links(names, now_s)    # for the planner and the simulator, with `up, down = book.caps()`
     book.probes(names, now_s)           # pairs worth a test frame now, within 1% of what the run has sent
+    book.doubtful(names, since_s)       # pairs that a plan which would use them should try first, with `book.test`
 
 A link's rate is one over the mean seconds per byte, older steps fading: that is what a step pays for. What was too
 short to fill a link says only that it is at least so fast: the largest of the last few counts, and only where nothing
@@ -100,6 +101,11 @@ class Rate:
     def bytes_per_s(self) -> float:
         """0 where nothing is known."""
         return max((1 / self.seconds_per_byte, *self.limited))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last full sample is what is believed."""
+        return not self.recent or 1 / (1 + SHIFT) < self.recent[-1] * self.seconds_per_byte < 1 + SHIFT
 
     @property
     def low(self) -> float:
@@ -221,22 +227,31 @@ class LinkBook:
             src, dst = nearest[1]
             found[dst] = found[src] + (min(self._delays[src, dst]) - min(self._delays[dst, src])) / 2
 
-    def probes(
-        self, names: Collection[str], now_s: float, first: Collection[Pair] = (), share: float = 0.01
-    ) -> list[Probe]:
-        """Test frames for pairs that were not measured for `STALE_S`: those in `first` (links that a proposed plan
-        would use), then the oldest. All probes of a run stay within `share` of what it sends otherwise."""
+    def probes(self, names: Collection[str], now_s: float, share: float = 0.01) -> list[Probe]:
+        """Test frames for pairs that were not measured for `STALE_S`, the oldest first. All probes of a run stay within
+        `share` of what it sends otherwise."""
         budget = share * self._sent - self._probed
-        ages = {(e.src, e.dst): (e.age_s, e.rate_bytes_per_s) for e in self.estimates(names, now_s)}
         chosen: list[Probe] = []
-        unknown = math.inf, 0.0
-        for pair in sorted(permutations(names, 2), key=lambda p: (p not in first, -ages.get(p, unknown)[0], p)):
-            age_s, rate = ages.get(pair, unknown)
-            nbytes = int(min(MOST_PROBE, max(LEAST_PROBE, rate * _PROBE_S)))
-            if age_s >= STALE_S and nbytes <= budget:
-                budget -= nbytes
-                chosen.append(Probe(*pair, nbytes))
+        for pair in sorted(permutations(names, 2), key=lambda pair: (self.seen_s(pair), pair)):
+            probe = self.test(pair)
+            if now_s - self.seen_s(pair) >= STALE_S and probe.nbytes <= budget:
+                budget -= probe.nbytes
+                chosen.append(probe)
         return chosen
+
+    def test(self, pair: Pair) -> Probe:
+        """A test frame for a pair, whatever it costs."""
+        rate = self._rates.get(pair, Rate()).bytes_per_s
+        return Probe(*pair, int(min(MOST_PROBE, max(LEAST_PROBE, rate * _PROBE_S))))
+
+    def seen_s(self, pair: Pair) -> float:
+        """When a pair was measured last."""
+        return self._rates.get(pair, Rate()).seen_s
+
+    def doubtful(self, names: Collection[str], since_s: float) -> frozenset[Pair]:
+        """Pairs that were not measured since then, or whose last measurement is not what is believed."""
+        known = {pair for pair, rate in self._rates.items() if rate.seen_s >= since_s and rate.settled}
+        return frozenset(permutations(names, 2)) - known
 
     def _shared(self, end: str, peer: str, flows: Sequence[LinkUse], span_s: float, at_s: float) -> bool:
         """Whether flows that overlap hold each other back at one end; keeps account of what it carries."""

@@ -30,6 +30,7 @@ from .coding import Codecs, Decoder, Encoder, absent, raw_frame
 from .config import PeerConfig, TrainConfig
 from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError
 from .graph import StageGraph, from_bytes
+from .graph.ops import to_dtype
 from .graph.serial import tensor_spec
 from .identity import Ticket
 from .loops import run
@@ -86,6 +87,7 @@ class PeerProcess:
         self._leaving = False
         self._said = ""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._prefetching: asyncio.Task[Any] | None = None
 
     async def run(self) -> int:
         """Raises `UserError` if the coordinator refuses, `CoordinatorLost` if it is not there or goes."""
@@ -132,6 +134,9 @@ class PeerProcess:
                 case protocol.Probe(epoch, dst, nbytes):
                     frame = frame_of(epoch, 0, min(nbytes, LONG_BYTES))
                     self._spawn(self._deliver(dst, frame))
+                case protocol.Prefetch() as prefetch:
+                    self._stop_prefetching()
+                    self._prefetching = self._spawn(self._prefetch(prefetch))
                 case protocol.Instruct(epoch, instructions):
                     if self._stage is not None and self._stage.epoch == epoch:
                         self._stage.instruct(instructions)
@@ -183,6 +188,7 @@ class PeerProcess:
 
     async def _retire(self, keep: bool = False) -> Held:
         """End the stage; returns its state, if it is to be kept."""
+        self._stop_prefetching()
         stage, self._stage, self._survey = self._stage, None, None
         held: Held = {}
         if stage is not None and keep:
@@ -240,6 +246,20 @@ class PeerProcess:
             into |= asked
         await fetch_tensors(partial(self._dialled.fetch, epoch), into, digests, self._cache)
         return shared_bytes
+
+    async def _prefetch(self, prefetch: protocol.Prefetch) -> None:
+        """One after the other: the stage that runs has the memory."""
+        with contextlib.suppress(RemoteError):  # they are fetched when they are needed
+            for tensor in prefetch.tensors:
+                memory = torch.empty(tensor.spec.shape, dtype=to_dtype(tensor.spec.dtype))
+                digests = {tensor.name: tensor.digest}
+                shared_bytes = await self._fetch(prefetch.epoch, {tensor.name: memory}, digests, prefetch.holders)
+                self._post(protocol.Prefetched(prefetch.epoch, tensor.name, shared_bytes))
+
+    def _stop_prefetching(self) -> None:
+        if self._prefetching is not None:
+            self._prefetching.cancel()
+            self._prefetching = None
 
     def upload(
         self, epoch: int, stage: int, step: int, gradients: bool, tensors: Mapping[str, Tensor]
@@ -346,10 +366,11 @@ class PeerProcess:
                 if self._stage is not None and self._stage.worker is not None:
                     self._stage.worker.duty = self._machine.duty
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _tell(self, line: str) -> None:
         if line != self._said:

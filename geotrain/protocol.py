@@ -113,6 +113,15 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetched:
+    """The peer has a tensor that it was to fetch beforehand; `shared_bytes` of it came from other peers' caches."""
+
+    epoch: int
+    name: str
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """A heartbeat: what the peer does, and what it waits for. One without a stage also says what it can do now
     (`flops_per_s`, 0: not measured again), and what came over the links to it."""
@@ -295,6 +304,16 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Fetch these into the cache while the stage computes, as `Prepare` would have it, and say `Prefetched` of each: a
+    stage of the next epoch may need them. What an earlier message asked for is given up."""
+
+    epoch: int
+    tensors: tuple[NamedSpec, ...]
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Instruct:
     """Work for the peer's queue, in order."""
 
@@ -347,8 +366,10 @@ class Store:
     tensors: tuple[NamedSpec, ...]
 
 
-FromPeer = Hello | Surveyed | Loaded | Ready | Tried | Scored | Continued | Saved | Progress | Failed | Leaving
-FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Instruct | Leave
+FromPeer = (
+    Hello | Surveyed | Loaded | Ready | Tried | Scored | Continued | Saved | Prefetched | Progress | Failed | Leaving
+)
+FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Prefetch | Instruct | Leave
 Transfer = Fetch | FetchShared | Store
 Message = FromPeer | FromCoordinator | Transfer
 
@@ -357,7 +378,7 @@ _LIMITS: Mapping[type[Any], int] = {
     Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 32 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
     Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB,
-    Probe: _KIB, Tried: _KIB, FetchShared: _MIB, Continued: 64 * _KIB,
+    Probe: _KIB, Tried: _KIB, FetchShared: _MIB, Continued: 64 * _KIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

@@ -3,7 +3,7 @@
     watch = watching(timeline, links)                    # when a plan begins; `timeline` is its simulation
     watch, deviations = observe(watch, measured(...))    # after each step
     if deviations:                                       # ask the planner, with the links and speeds as they are now
-        verdict = decide(now, proposed, steps_left=..., stall_s=...)
+        verdict = decide(now, proposed, steps_left=..., copy_s=..., stall_s=...)
 
 A part (a peer's computing, a link) deviates when it was off by more than `TOLERANCE` in each of the last `PATIENCE`
 steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was measured is what is
@@ -12,12 +12,14 @@ in its first `HORIZON` steps (or the rest of the run, if that is shorter) than i
 the step at least.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from .base import Link, Plan, StageReport
+from .planner.make import BACKGROUND, HORIZON
 from .simulator import Timeline
 from .words import duration
 
@@ -26,10 +28,7 @@ TOLERANCE = 1.25
 SETTLE = 1
 """The first steps of a plan are not compared: caches fill, and states still arrive."""
 
-HORIZON = 30
 LEAST_GAIN = 0.03
-BACKGROUND = 0.1
-"""What a second of copying costs while the run goes on: the copy takes a part of the links."""
 
 Part = tuple[str, ...]
 """("stage", peer) or ("link", src, dst)."""
@@ -160,31 +159,11 @@ def change(current: Plan, proposed: Plan) -> Change:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """State that goes from one peer to another when the plan changes."""
+    """State or weights that go from one peer to another when the plan changes."""
 
     src: str
     dst: str
     nbytes: int
-
-
-def transfers(current: Plan, proposed: Plan, state_bytes: Callable[[int, int], int]) -> tuple[Transfer, ...]:
-    """Who must send how much: ops that a peer gets and did not have. `state_bytes(first_op, end_op)` is what a stage of
-    those ops keeps between steps: parameters, buffers, optimizer state.
-
-    >>> from geotrain.base import Stage
-    >>> def plan(cut):
-    ...     return Plan("", "1f1b", 4, (Stage("anna", 0, cut, 2), Stage("ben", cut, 10, 1)))
-    >>> transfers(plan(5), plan(7), lambda first, end: 100 * (end - first))
-    (Transfer(src='ben', dst='anna', nbytes=200),)
-    """
-    found: dict[tuple[str, str], int] = {}
-    for new in proposed.stages:
-        for old in current.stages:
-            first, end = max(new.first_op, old.first_op), min(new.end_op, old.end_op)
-            if first < end and new.peer != old.peer:
-                pair = old.peer, new.peer
-                found[pair] = found.get(pair, 0) + state_bytes(first, end)
-    return tuple(Transfer(src, dst, nbytes) for (src, dst), nbytes in sorted(found.items()))
 
 
 def copy_seconds(
@@ -196,39 +175,33 @@ def copy_seconds(
     """How long the transfers take when all go at once: the slowest link, uplink or downlink. A pair that is not in
     `links` costs nothing."""
     rates = {(link.src, link.dst): link.rate_bytes_per_s for link in links}
-    longest, out, into = 0.0, dict[str, int](), dict[str, int]()
+    between, out, into = Counter[Any](), Counter[Any](), Counter[Any]()
     for move in moves:
-        longest = max(longest, move.nbytes / rates.get((move.src, move.dst), float("inf")))
-        out[move.src] = out.get(move.src, 0) + move.nbytes
-        into[move.dst] = into.get(move.dst, 0) + move.nbytes
-    for totals, caps in ((out, up or {}), (into, down or {})):
-        longest = max(longest, *(nbytes / caps[peer] for peer, nbytes in totals.items() if peer in caps), 0.0)
-    return longest
+        between[move.src, move.dst] += move.nbytes
+        out[move.src] += move.nbytes
+        into[move.dst] += move.nbytes
+    ways: list[tuple[Counter[Any], Mapping[Any, float]]] = [(between, rates), (out, up or {}), (into, down or {})]
+    return max((nbytes / by[way] for totals, by in ways for way, nbytes in totals.items() if way in by), default=0.0)
 
 
 def balance(
-    now_s: float,
-    proposed_s: float,
-    steps_left: int,
-    copy_s: float,
-    border_s: float = 0.0,
-    background: bool = True,
-    horizon: int = HORIZON,
+    now_s: float, proposed_s: float, steps_left: int, copy_s: float = 0.0, stall_s: float = 0.0, horizon: int = HORIZON
 ) -> tuple[float, float]:
     """What going over to another plan saves in its first `horizon` steps, and what it costs: (seconds, seconds). Of
-    several plans, that with the largest difference is best. Steps that pass while state is copied in the background
-    save nothing; the horizon begins after them, since a copy that no longer promises anything is given up.
+    several plans, that with the largest difference is best. Steps that pass while weights are copied in the background,
+    for `copy_s`, save nothing; the horizon begins after them, since a copy that no longer promises anything is given
+    up. Then the run stands still for `stall_s`.
 
     >>> balance(2.0, 1.0, 100, copy_s=20.0)  # 10 steps pass meanwhile
     (30.0, 2.0)
     >>> balance(2.0, 1.0, 30, copy_s=20.0)
     (20.0, 2.0)
-    >>> balance(2.0, 1.0, 100, copy_s=20.0, background=False)
+    >>> balance(2.0, 1.0, 100, stall_s=20.0)
     (30.0, 20.0)
     """
-    copied = min(float(steps_left), copy_s / now_s) if background else 0.0
+    copied = min(float(steps_left), copy_s / now_s)
     saved_s = (now_s - proposed_s) * min(float(horizon), steps_left - copied)
-    return saved_s, border_s + (BACKGROUND * copied * now_s if background else copy_s)
+    return saved_s, stall_s + BACKGROUND * copied * now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +225,7 @@ def decide(
     proposed_s: float,
     steps_left: int,
     copy_s: float = 0.0,
-    border_s: float = 0.0,
-    background: bool = True,
+    stall_s: float = 0.0,
     horizon: int = HORIZON,
     because: Sequence[Deviation] = (),
 ) -> Keep | Switch:
@@ -262,9 +234,8 @@ def decide(
     Args:
         now_s, proposed_s: seconds of a step under each, both simulated with what was measured last.
         steps_left: of the run.
-        copy_s: to move the state (`copy_seconds`); 0 for codecs and windows.
-        border_s: that the run stands still at the step border, whatever moves.
-        background: the copy is made while the run goes on.
+        copy_s: to copy weights while the run goes on (`copy_seconds`).
+        stall_s: that the run stands still at the step border while state moves and stages begin. Codecs need neither.
         horizon: how many steps things are likely to stay as they are.
         because: what made us ask, for the reason.
 
@@ -282,11 +253,12 @@ def decide(
     gain_s = now_s - proposed_s
     if kind == "nothing" or gain_s < LEAST_GAIN * now_s:
         return Keep(f"no plan is faster than this one by {LEAST_GAIN:.0%}")
-    moving = kind != "codecs"
-    saved_s, stall_s = balance(now_s, proposed_s, steps_left, copy_s * moving, border_s * moving, background, horizon)
-    if saved_s <= stall_s:
+    if kind == "codecs":
+        copy_s = stall_s = 0.0
+    saved_s, cost_s = balance(now_s, proposed_s, steps_left, copy_s, stall_s, horizon)
+    if saved_s <= cost_s:
         steps = min(horizon, steps_left)
-        return Keep(f"the change costs {duration(stall_s)} and saves {duration(saved_s)} in {steps} steps")
-    cost = f", which costs {duration(stall_s)}" if stall_s else ""
+        return Keep(f"the change costs {duration(cost_s)} and saves {duration(saved_s)} in {steps} steps")
+    cost = f", which costs {duration(cost_s)}" if cost_s else ""
     reason = f"{duration(now_s)} a step, {duration(proposed_s)} after the change{cost}"
     return Switch(kind, "; ".join([*map(str, because), reason]))

@@ -6,8 +6,8 @@ is asked again, with the figures of today; the run goes over to another plan whe
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from . import events, replan
@@ -15,11 +15,11 @@ from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
 from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung, extra_steps
 from .config import JobConfig
-from .cost import CostTable
+from .cost import optimizer_states
 from .errors import PlanError
 from .graph import OpGraph, to_bytes
-from .layout import Layout, lay_out
-from .links import LinkBook, Probe
+from .layout import Layout, handover, lacking, lay_out
+from .links import LinkBook, Pair, Probe
 from .simulator import Timeline, simulate
 from .workload import Seconds, workload
 
@@ -27,6 +27,12 @@ _RECENT = 5
 """So many steps say how fast a peer is."""
 
 _PROBE_EVERY_S = 5.0
+
+_BESIDE_S = 0.002
+"""What a microbatch may cost a stage beside its computing. More is the peer's speed."""
+
+_ANSWER_S, _ANSWER_STEPS = 5.0, 2
+"""A test frame should be there by then: one that arrives at a stage is told with that step's report."""
 
 SENSITIVITY = 0.1
 """Extra steps for each unit of a microbatch gradient's relative squared error. Errors of different microbatches are
@@ -38,7 +44,8 @@ Known = Sequence[tuple[Peer, str]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Everything that a plan is made from, as it is at one moment."""
+    """Everything that a plan is made from, as it is at one moment. `doubtful`: links that were not measured since
+    something was not as planned."""
 
     peers: tuple[Peer, ...]
     links: tuple[Link, ...]
@@ -47,14 +54,20 @@ class Question:
     commit_s: float
     forward: tuple[Rung, ...]
     backward: tuple[Rung, ...]
+    doubtful: frozenset[Pair]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of looking for a better plan. `layout` is None if the run stays with the plan that it has."""
+    """What came of looking for a better plan. `layout` is None if the run stays with the plan that it has. `doubtful`:
+    links that the better plan or the way to it rests on, to be tried before it is believed. `lacking`: by peer the
+    frozen weights that it needs for it, to be fetched before, which should take `copy_s`."""
 
     layout: Layout | None
     reason: str
+    doubtful: tuple[Pair, ...] = ()
+    lacking: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    copy_s: float = 0.0
 
 
 class Scheduler:
@@ -74,7 +87,8 @@ class Scheduler:
         self._layout: Layout | None = None
         self._predicted: dict[str, float] = {}
         self._plan_peers: dict[str, Peer] = {}
-        self._step_s = self._probed_s = 0.0
+        self._step_s = self._probed_s = self._took_s = self._changed_s = 0.0
+        self._commits: deque[float] = deque(maxlen=1 + replan.PATIENCE)
         self._preparing_s = math.inf
         self._trials: dict[int, Trial] = {}
         self._cost_factor = 1.0
@@ -144,17 +158,22 @@ class Scheduler:
         self._step_s = now_s
         for report in event.stages:
             self._add(report)
+        self._took_s = event.seconds
+        self._commits.append(now_s)
         self._overheads.append(max(0.0, event.seconds - max(report.seconds for report in event.stages)))
         if self._watch is None:
             return ()
         figures = replan.measured(event.stages, self._job.train.microbatches)
         self._watch, deviations = replan.observe(self._watch, figures)
+        if deviations:
+            self._changed_s = self._commits[0]
         return deviations
 
     def _add(self, report: StageReport) -> None:
         figures = replan.measured([report], self._job.train.microbatches)
         seconds, predicted = figures["stage", report.peer], self._predicted.get(report.peer, 0.0)
         if seconds > 0 and predicted > 0:
+            seconds = min(seconds, max(predicted, seconds - _BESIDE_S))
             speed = self._plan_peers[report.peer].flops_per_s * predicted / seconds
             self._speeds.setdefault(report.peer, deque(maxlen=_RECENT)).append(speed)
         for use in report.codecs:
@@ -170,6 +189,20 @@ class Scheduler:
             return []
         self._probed_s = now_s
         return self._book.probes(names, now_s)
+
+    def tests(self, pairs: Iterable[Pair]) -> list[Probe]:
+        """Test frames for links in doubt."""
+        return [self._book.test(pair) for pair in pairs]
+
+    def answered(self, tests: Iterable[Probe], sent_s: float, now_s: float) -> bool:
+        """Whether the wait for test frames is over. One that is not there in time is known to be so slow at least."""
+        left = [test for test in tests if self._book.seen_s((test.src, test.dst)) < sent_s]
+        waited_s = now_s - sent_s
+        if waited_s < max(_ANSWER_S, _ANSWER_STEPS * self._took_s):
+            return not left
+        for test in left:  # each by itself: they tell nothing of an end that they share
+            self._book.saw([LinkUse(test.src, test.dst, 0, test.nbytes, waited_s, None)], sent_s, now_s, probe=True)
+        return True
 
     # What follows.
 
@@ -195,11 +228,13 @@ class Scheduler:
             if use.raw_bytes
         }
         commit_s = median(self._overheads) if self._overheads else 0.0
-        links = tuple(self._book.links([peer.name for peer in peers], now_s))
+        names = [peer.name for peer in peers]
+        links = tuple(self._book.links(names, now_s))
+        doubtful = self._book.doubtful(names, self._changed_s)
         if (kinds, profiles) != (self._costs.kinds, self._costs.profiles):
             self._costs = CostModel(self._graph, kinds, profiles)
-        ladders = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
-        return Question(peers, links, self._costs, seconds, commit_s, *ladders)
+        forward, backward = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
+        return Question(peers, links, self._costs, seconds, commit_s, forward, backward, doubtful)
 
     def _ladder(self, rungs: Sequence[Rung], seconds: Seconds) -> tuple[Rung, ...]:
         """What this job knows of codecs: their seconds as far as they were used, their costs as far as they were
@@ -226,8 +261,23 @@ class Scheduler:
             forward=question.forward, backward=question.backward, near=near,
         )  # fmt: skip
 
-    def better(self, question: Question, layout: Layout, steps_left: int, because: Sequence[replan.Deviation]) -> Found:
-        """Whether another plan than that of `layout` is worth going over to."""
+    def better(
+        self,
+        question: Question,
+        layout: Layout,
+        steps_left: int,
+        because: Sequence[replan.Deviation],
+        given: Mapping[str, str],
+        has: Mapping[str, Collection[str]],
+        patient: bool = True,
+    ) -> Found:
+        """Whether another plan than that of `layout` is worth going over to.
+
+        Args:
+            given: digests of the frozen weights that can be fetched, by name.
+            has: those that each peer has, by peer.
+            patient: such weights are fetched before, and not while the run stands still.
+        """
         current, budget = layout.plan, self._max_extra_steps
         cost = plan_cost(current, question.forward, question.backward)
         try:
@@ -236,17 +286,22 @@ class Scheduler:
             return Found(None, f"no other plan: {error}")
         if cost > budget * (1 + 1e-9):
             return Found(proposed, f"the codecs cost {cost:.1%} more steps, and may cost {budget:.1%}")
-        moves = replan.transfers(current, proposed.plan, self._state_bytes(current, proposed.plan))
+        lacks = lacking(proposed, given, has)
+        moves, copies = self._moves(layout, proposed, given), self._copies(layout, lacks)
+        if not patient:
+            moves, copies, lacks = [*moves, *copies], [], {}
         up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
         down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
+        stall_s, copy_s = (replan.copy_seconds(those, question.links, up, down) for those in (moves, copies))
+        now, then = self._simulated(layout, question), self._simulated(proposed, question)
         verdict = replan.decide(
-            current, proposed.plan, now_s=self._simulated(layout, question).step_seconds,
-            proposed_s=self._simulated(proposed, question).step_seconds, steps_left=steps_left,
-            copy_s=replan.copy_seconds(moves, question.links, up, down), border_s=self._preparing_s, background=False,
-            because=because,
+            current, proposed.plan, now_s=now.step_seconds, proposed_s=then.step_seconds, steps_left=steps_left,
+            copy_s=copy_s, stall_s=stall_s + self._preparing_s, because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Switch):
-            return Found(proposed, verdict.reason)
+            new = {(load.src, load.dst) for load in then.loads} | {(move.src, move.dst) for move in moves}
+            new -= {(load.src, load.dst) for load in now.loads}  # these are seen in each step
+            return Found(proposed, verdict.reason, tuple(sorted(new & question.doubtful)), lacks, copy_s)
         return Found(None, "; ".join([*map(str, because), verdict.reason]))
 
     def _simulated(self, layout: Layout, question: Question) -> Timeline:
@@ -261,17 +316,31 @@ class Scheduler:
         seen = self._speeds.get(peer.name)
         return median(seen) if seen else self._idle_speeds.get(peer.name, peer.flops_per_s)
 
-    def _state_bytes(self, *plans: Plan) -> Callable[[int, int], int]:
-        """What a stage between borders of these plans keeps from step to step."""
-        train = self._job.train
-        points = sorted({op for plan in plans for s in plan.stages for op in (s.first_op, s.end_op)})
-        table = CostTable(self._graph, points, train.optimizer, train.momentum)
+    def _moves(self, old: Layout, new: Layout, given: Collection[str]) -> list[replan.Transfer]:
+        """State that the stages of one layout hand over to those of another."""
+        _, gifts = handover(old, new, given)
+        return [
+            replan.Transfer(src, dst, self._state_bytes(gift.name))
+            for src, of in gifts.items() for gift in of for dst in gift.to
+        ]  # fmt: skip
 
-        def state_bytes(first_op: int, end_op: int) -> int:
-            cost = table.stage(points.index(first_op), points.index(end_op))
-            return cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
+    def _copies(self, old: Layout, lacks: Mapping[str, Collection[str]]) -> list[replan.Transfer]:
+        """Weights that peers fetch: as if from those whose stages have them."""
+        owner = {
+            name: peer
+            for peer, stage in zip(old.names, old.stages, strict=True)
+            for name in (*stage.parameters, *stage.buffers)
+        }
+        return [
+            replan.Transfer(owner[name], dst, self._state_bytes(name)) for dst, names in lacks.items() for name in names
+        ]
 
-        return state_bytes
+    def _state_bytes(self, name: str) -> int:
+        """Of a parameter with its optimizer state, or of a buffer."""
+        parameter, train = self._graph.parameters.get(name), self._job.train
+        if parameter is None:
+            return self._graph.buffers[name].spec.nbytes
+        return parameter.spec.nbytes * (1 + parameter.requires_grad * optimizer_states(train.optimizer, train.momentum))
 
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:

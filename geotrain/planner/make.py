@@ -35,6 +35,9 @@ ENOUGH = 12
 HORIZON = 30
 """Steps over which moving a stage's state to another peer must pay."""
 
+BACKGROUND = 0.1
+"""What a second of copying costs while the run goes on: the copy takes a part of the links."""
+
 
 def plan(
     graph: OpGraph,
@@ -182,12 +185,13 @@ def _nearest(made: Instance, best: Found, near: Plan, stages: int | None) -> Fou
 
 
 def _moving(made: Instance, option: Found, near: Plan) -> float:
-    """Seconds to bring each stage what its peer does not hold yet, all at once."""
+    """Seconds to bring each stage what its peer does not hold yet, all at once. What is frozen is copied meanwhile."""
     problem, net = made.problem, made.problem.network
     number = {name: i for i, name in enumerate(problem.names)}
     points = np.asarray(made.points)
     bounds = [0, *option.cuts, problem.borders - 1]
-    least = float(problem.state_bytes[0, 1]) if problem.borders < 3 else 0.0
+    trained = made.table["gradient_bytes"] + made.table["optimizer_bytes"]
+    frozen = made.table["parameter_bytes"] - made.table["gradient_bytes"]
     longest = 0.0
     for k, peer in enumerate(option.order):
         seconds = 0.0
@@ -197,8 +201,7 @@ def _moving(made: Instance, option: Found, near: Plan) -> float:
             source = number.get(stage.peer)
             if first < end and source != peer:
                 rate = net.up.min() if source is None else float(net.rates(source, peer))
-                held = max(float(problem.state_bytes[first, end]) - float(problem.state_bytes.min()) - least, 0.0)
-                seconds += held / rate
+                seconds += float(trained[first, end] + BACKGROUND * frozen[first, end]) / rate
         longest = max(longest, seconds)
     return longest
 

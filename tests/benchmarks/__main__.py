@@ -22,6 +22,7 @@ from .tables import Table, Unavailable, machine
 BENCHMARKS = {
     "simulator": "its speed, and its steps against those of real processes",
     "drift": "re-planning on networks that drift, against a planner that knows everything",
+    "replan": "changes of the network and of peers while a real run goes on",
     "overhead": "what splitting costs on loopback",
     "transport": "frames over our transport against a bare gRPC stream",
     "startup": "from a command to the first step, from join to the first microbatch",

@@ -256,9 +256,9 @@ class Ours:
         self.outcome.asked += 1
 
         def gain_s(option: Found, steps: int) -> float:
-            here, there, copy_s = step_s(question, self.plan), step_s(question, option), self._copy_s(question, option)
-            saved_s, stall_s = replan.balance(here, there, steps, copy_s, background=self.background)
-            return (saved_s - stall_s) * (here - there > replan.LEAST_GAIN * here)
+            here, there = step_s(question, self.plan), step_s(question, option)
+            saved_s, cost_s = replan.balance(here, there, steps, **self._cost(question, option))
+            return (saved_s - cost_s) * (here - there > replan.LEAST_GAIN * here)
 
         for _ in range(LOOKS):
             question = self.believed()
@@ -273,8 +273,7 @@ class Ours:
         question = self.believed()
         verdict = replan.decide(
             as_plan(question, self.plan), as_plan(question, proposed), now_s=step_s(question, self.plan),
-            proposed_s=step_s(question, proposed), steps_left=left, copy_s=self._copy_s(question, proposed),
-            background=self.background, because=because,
+            proposed_s=step_s(question, proposed), steps_left=left, because=because, **self._cost(question, proposed),
         )  # fmt: skip
         if isinstance(verdict, replan.Keep):
             return
@@ -301,16 +300,22 @@ class Ours:
         tried += [found(question, list(p.order), list(p.cuts), list(p.codecs)) for p in self.past]
         return [option for option in tried if option is not None and np.isfinite(option.value)]
 
-    def _moves(self, proposed: Found) -> tuple[replan.Transfer, ...]:
-        """Of the state, whatever the links are like."""
-        first = self.world.problems[0]
-        return replan.transfers(
-            as_plan(first, self.plan), as_plan(first, proposed), lambda a, b: int(STATE_BYTES * (b - a))
-        )
+    def _moves(self, proposed: Found) -> list[replan.Transfer]:
+        """The state of blocks that a peer gets and does not have."""
+        found: list[replan.Transfer] = []
+        for new in as_plan(self.world.problems[0], proposed).stages:
+            for old in as_plan(self.world.problems[0], self.plan).stages:
+                blocks = min(new.end_op, old.end_op) - max(new.first_op, old.first_op)
+                if blocks > 0 and new.peer != old.peer:
+                    found.append(replan.Transfer(old.peer, new.peer, int(STATE_BYTES * blocks)))
+        return found
 
     def _ways(self, proposed: Found) -> list[tuple[int, int]]:
         """The links that the state would take."""
         return [(self.names.index(m.src), self.names.index(m.dst)) for m in self._moves(proposed)]
+
+    def _cost(self, problem: Problem, proposed: Found) -> dict[str, float]:
+        return {"copy_s" if self.background else "stall_s": self._copy_s(problem, proposed)}
 
     def _copy_s(self, problem: Problem, proposed: Found) -> float:
         moves = self._moves(proposed)

@@ -153,12 +153,22 @@ def test_probes_stay_within_their_part_of_what_is_sent(peers, share, seed):
     assert probed <= share * sent
 
 
-def test_probes_go_to_the_links_of_a_proposed_plan_first_and_never_to_those_in_use():
+def test_probes_go_to_the_links_that_were_not_seen_for_longest_and_never_to_those_in_use():
     book = LinkBook()
-    book.saw([use("a", "b", 1e6, 100 * MB)], 0.0, 100.0)
-    wanted = [(p.src, p.dst) for p in book.probes(["a", "b", "c"], 100.0, first=[("c", "b")])]
-    assert wanted[0] == ("c", "b")
-    assert ("a", "b") not in wanted and len(wanted) == 5
+    survey(book, {("c", "b"): 1e6, ("b", "c"): 1e6})
+    book.saw([use("a", "b", 1e6, 3000 * MB)], 300.0, 400.0)
+    wanted = [(p.src, p.dst) for p in book.probes(["a", "b", "c"], 400.0)]
+    assert wanted == [("a", "c"), ("b", "a"), ("c", "a"), ("c", "b"), ("b", "c")]
+
+
+def test_a_link_is_in_doubt_until_it_is_measured_and_again_while_it_is_not_what_it_was():
+    book = LinkBook()
+    survey(book, {("a", "b"): 10e6})
+    assert book.doubtful("ab", since_s=100.0) == {("b", "a")}
+    assert book.doubtful("ab", since_s=101.0) == {("a", "b"), ("b", "a")}
+    for at_s, doubted in ((101.0, True), (102.0, True), (103.0, False)):  # believed after three samples
+        book.saw([use("a", "b", 1e6)], at_s - 1, at_s, probe=True)
+        assert (("a", "b") in book.doubtful("ab", since_s=101.0)) == doubted
 
 
 def test_unknown_pairs_are_guessed_from_their_ends_and_say_so():

@@ -43,6 +43,8 @@ EXAMPLES = [
         (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
     ),
     protocol.Release(3, 7, {"anna": "h:1"}, (protocol.Gift("b", ("ben",)),)),
+    protocol.Prefetch(2, (SPEC,), (protocol.Holder("h:1", ("w",)),)),
+    protocol.Prefetched(2, "w", 24),
     protocol.Instruct(
         2,
         (

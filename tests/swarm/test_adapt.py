@@ -123,6 +123,20 @@ def test_a_link_that_drops_to_a_tenth_is_left_once(tmp_path):
     assert after_it == pytest.approx(before, rel=0.5)  # the other links are as good
 
 
+def test_links_that_dropped_unseen_are_not_gone_over_to(tmp_path):
+    """All links of the peer with most of the state: it can be left for much, or stay; the spare is no better to it."""
+
+    async def drop(file, seen):
+        await after(seen, 12)
+        slow = max(plans(seen)[0].plan.stages, key=lambda stage: stage.memory_bytes).peer
+        file.write_text(network(slow=[(slow, name) for name in NAMES if name != slow]))
+
+    _, seen = run(tmp_path, 40, drop)
+    first, *others = plans(seen)
+    slow = max(first.plan.stages, key=lambda stage: stage.memory_bytes).peer
+    assert len(others) <= 1 and all(slow not in pair(other) for other in others)
+
+
 def test_noise_changes_nothing(tmp_path):
     async def jitter(file, seen):
         for i in range(6):

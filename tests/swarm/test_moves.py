@@ -9,6 +9,8 @@ import torch
 from geotrain import config, events, planner
 from geotrain.base import Peer
 from geotrain.graph import capture
+from geotrain.layout import lacking
+from geotrain.scheduler import Found, Scheduler
 
 from . import swarm
 from .test_run import audit, of
@@ -76,6 +78,39 @@ def test_frozen_weights_come_from_the_peer_that_has_them(tmp_path, monkeypatch):
     fetched = of(events.Fetched, seen)
     assert sum(event.base_bytes for event in fetched) == frozen, "the coordinator gave it once"
     assert sum(event.shared_bytes for event in fetched) == frozen, "the other peer has it from the first"
+
+
+def test_frozen_weights_are_there_before_the_plan_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = swarm.job(steps=12, peers=2)
+    looks = []
+
+    def swap(self, question, layout, steps_left, because, given, has, patient=True):
+        """The planner's answer: the same stages, the other way round."""
+        peers = reversed(layout.names)
+        stages = tuple(replace(stage, peer=peer) for stage, peer in zip(layout.plan.stages, peers, strict=True))
+        other = self.lay_out(question, 1, replace(layout.plan, stages=stages))
+        looks.append(lacking(other, given, has))
+        return Found(other, "swapped", lacking=looks[-1])
+
+    async def change(runner, processes, seen):
+        await after(seen, 2)
+        monkeypatch.setattr(Scheduler, "better", swap)
+        runner._look_for_better(())
+        await swarm.until(lambda: len(of(events.Planned, seen)) == 2)
+        monkeypatch.undo()
+
+    result, seen, _ = swarm.train(tmp_path, job, during=change, seconds=0.05)
+    swarm.assert_equal(result, job)
+    (who,) = looks[0]
+    assert looks == [{who: ("layers.2.bias",)}, {}], "it was asked again when they had come"
+    moved_at = seen.index(of(events.Planned, seen)[1])
+    assert [e.reason for e in of(events.Considered, seen[:moved_at])] == [
+        f"the weights for another one go to {who} first; swapped"
+    ]
+    fetched = of(events.Fetched, seen[:moved_at])
+    assert sum(event.shared_bytes for event in fetched) == swarm.net().layers[2].bias.nbytes
+    assert of(events.Fetched, seen[moved_at:]) == [], "nothing but the trained state moves then"
 
 
 def test_a_peer_killed_while_its_state_moves_costs_steps_and_nothing_else(tmp_path):

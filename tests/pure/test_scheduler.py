@@ -1,0 +1,134 @@
+"""A better plan is believed when the links that it rests on were tried."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from torch import nn
+
+from geotrain import config, events, replan
+from geotrain.base import LinkUse, Peer, StageReport
+from geotrain.graph import capture
+from geotrain.scheduler import Scheduler
+
+NAMES = ("anna", "ben", "carl")
+FAST, SLOW = 8e6, 0.5e6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Run:
+    """A scheduler whose peers have surveyed their links, a minute ago, and the plan that followed."""
+
+    def __init__(self, frozen=False):
+        net = Net()
+        for layer in net.layers:
+            layer.weight.requires_grad_(not frozen)
+        job = config.JobConfig(
+            train=config.TrainConfig(microbatches=4),
+            pipeline=config.PipelineConfig(stages=2),
+            compression=config.CompressionConfig(max_loss_increase=0),
+        )
+        self.graph = capture(net, {"x": torch.randn(256, 64)})
+        self.scheduler = Scheduler(job, self.graph)
+        self.known = [(Peer(name, 1e10, 1 << 30), "cpu") for name in NAMES]
+        for pair in permutations(NAMES, 2):
+            self.saw(pair, FAST, at_s=0.0)
+        question = self.scheduler.ask(self.known, 60.0)
+        self.layout = self.scheduler.lay_out(question, 1)
+        self.timeline = self.scheduler.began(self.layout, question, 60.0)
+        self.scheduler.prepared(60.5)
+        self.pair = self.layout.names
+        (self.spare,) = {*NAMES} - {*self.pair}
+
+    def use(self, pair, rate):
+        return LinkUse(*pair, 1 << 20, 1 << 20, (1 << 20) / rate, None)
+
+    def saw(self, pair, rate, at_s):
+        self.scheduler.saw([self.use(pair, rate)], at_s - 1.0, at_s)
+
+    def step(self, at_s, rate):
+        """A step in which both peers compute as planned. Returns what deviates."""
+        reports = tuple(
+            StageReport(
+                0, i, name, True, {}, [], 1.0, self.timeline.spans[i], (self.use((self.pair[1 - i], name), rate),), 0
+            )
+            for i, name in enumerate(self.pair)
+        )
+        return self.scheduler.committed(events.StepCommitted(1, 1000, 0.0, (), 1.0, 0, 0.0, 0.1, False, reports), at_s)
+
+    def drop(self):
+        """Both ways between the two, from second 61 on; it is noticed in second 64."""
+        assert not self.step(61.0, FAST)
+        assert [len(self.step(at_s, SLOW)) for at_s in (62.0, 63.0, 64.0)] == [0, 0, 2]
+
+    def better(self, now_s, given=None, has=None, **options):
+        question = self.scheduler.ask(self.known, now_s)
+        return self.scheduler.better(question, self.layout, 1000, (), given or {}, has or {}, **options)
+
+
+def test_links_that_nobody_measured_lately_are_tried_before_a_plan_goes_over_them():
+    run = Run()
+    run.drop()
+    run.saw((run.spare, run.pair[0]), FAST, at_s=60.9)  # before anything was wrong
+    found = run.better(64.0)
+    assert run.spare in found.layout.names
+    assert found.doubtful and all(run.spare in pair for pair in found.doubtful)
+    for pair in found.doubtful:
+        run.saw(pair, FAST, at_s=65.0)
+    sure = run.better(65.0)
+    assert sure.layout.names == found.layout.names and not sure.doubtful
+
+
+def test_links_that_turn_out_slow_are_left_out():
+    run = Run()
+    run.drop()
+    first = run.better(64.0)
+    for at_s in (65.0, 66.0, 67.0):
+        for pair in first.doubtful:
+            run.saw(pair, SLOW / 4, at_s)
+    second = run.better(67.0)
+    assert second.layout is None or {*second.layout.names} != {*first.layout.names}
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_test_frame_arrives_or_its_link_is_believed_to_be_slow(arrives):
+    run = Run()
+    (test,) = run.scheduler.tests([("anna", "ben")])
+    assert not run.scheduler.answered([test], 200.0, 201.0)
+    if arrives:
+        run.saw(("anna", "ben"), FAST, at_s=201.0)
+        assert run.scheduler.answered([test], 200.0, 201.0)
+    assert run.scheduler.answered([test], 200.0, 208.0)
+    rates = {(link.src, link.dst): link.rate_bytes_per_s for link in run.scheduler.ask(run.known, 208.0).links}
+    assert rates["anna", "ben"] == pytest.approx(FAST if arrives else test.nbytes / 8.0)
+
+
+def test_frozen_weights_are_fetched_before_and_only_trained_state_holds_the_run_up(monkeypatch):
+    run, prices, decide = Run(frozen=True), [], replan.decide
+
+    def noted(*plans, copy_s, stall_s, **rest):
+        prices.append((copy_s, stall_s))
+        return decide(*plans, copy_s=copy_s, stall_s=stall_s, **rest)
+
+    monkeypatch.setattr(replan, "decide", noted)
+    run.drop()
+    given = {name: f"digest of {name}" for name in run.graph.parameters if name.endswith("weight")}
+    has = {name: given.values() for name in run.pair}
+    found = run.better(64.0, given, has)
+    assert found.lacking.keys() == {run.spare} and {*found.lacking[run.spare]} <= given.keys()
+    run.better(64.0, given, has, patient=False)
+    there = run.better(64.0, given, dict.fromkeys(NAMES, given.values()))
+    assert there.layout.names == found.layout.names and not there.lacking
+    (copy_s, stall_s), hasty, nothing = prices
+    assert copy_s > 0 and nothing == (0.0, stall_s)
+    assert hasty[0] == 0 and hasty[1] > stall_s
