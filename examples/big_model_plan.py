@@ -17,14 +17,17 @@ import time
 from pathlib import Path
 
 from geotrain import planner
-from geotrain.base import Link, Peer, Plan
+from geotrain.base import Link, Peer
+from geotrain.blocks import CostModel
 from geotrain.codecs.ladder import BACKWARD, FORWARD
 from geotrain.config import parse_job
 from geotrain.errors import PlanError
-from geotrain.graph import OpGraph, boundary_bytes, capture
+from geotrain.graph import OpGraph, capture, cut
 from geotrain.graph.deferred import programs, record
 from geotrain.models import build
+from geotrain.simulator import simulate
 from geotrain.words import duration, size
+from geotrain.workload import workload
 
 TERA, MBIT, GIB = 1e12, 125e3, 2**30
 CONTEXT, MICROBATCHES, DATA_TOKENS = 512, 32, 10_000_000
@@ -79,15 +82,6 @@ def llama(name: str) -> OpGraph:
     return capture(module, {"input_ids": tokens, "labels": tokens}, init=programs(module))
 
 
-def make(graph: OpGraph, machines: list[Peer], compress: bool) -> Plan:
-    links = [
-        Link(a.name, b.name, min(a.up_bytes_per_s, b.down_bytes_per_s), LATENCY_S)
-        for a in machines for b in machines if a != b
-    ]  # fmt: skip
-    codecs = {"forward": FORWARD, "backward": BACKWARD} if compress else {}
-    return planner.plan(graph, machines, microbatches=MICROBATCHES, links=links, **codecs)
-
-
 def report(name: str, machines: list[Peer]) -> None:
     start = time.monotonic()
     graph = llama(name)
@@ -97,18 +91,21 @@ def report(name: str, machines: list[Peer]) -> None:
     )
     print(f"captured without memory for them in {time.monotonic() - start:.0f} s")
     tokens = CONTEXT * MICROBATCHES
-    crossing = {cut.op_index: cut.boundary_bytes for cut in boundary_bytes(graph)}
-    for compress in (False, True):
+    links = [
+        Link(a.name, b.name, min(a.up_bytes_per_s, b.down_bytes_per_s), LATENCY_S)
+        for a in machines for b in machines if a != b
+    ]  # fmt: skip
+    for how, codecs in (("raw", {}), ("compressed by the plan", {"forward": FORWARD, "backward": BACKWARD})):
         try:
-            plan = make(graph, machines, compress)
+            plan = planner.plan(graph, machines, microbatches=MICROBATCHES, links=links, **codecs)
         except PlanError as error:
             print(f"on {len(machines)} peers: {error}")
             return
-        raw = MICROBATCHES * sum(crossing[stage.first_op] for stage in plan.stages[1:])
-        days = DATA_TOKENS / tokens * plan.step_seconds / 86400
-        how = "compressed by the plan" if compress else "raw"
-        print(f"{how}: {duration(plan.step_seconds)} a step of {tokens:,} tokens over {len(plan.stages)} stages "
-              f"({size(raw)} uncompressed would cross links), {days:.1f} days for {DATA_TOKENS:,} tokens")  # fmt: skip
+        stages = cut(graph, [stage.first_op for stage in plan.stages[1:]])
+        step = simulate(workload(plan, stages, CostModel(graph), machines, links))
+        crossed, days = sum(load.nbytes for load in step.loads), DATA_TOKENS / tokens * step.step_seconds / 86400
+        print(f"{how}: {duration(step.step_seconds)} a step of {tokens:,} tokens over {len(plan.stages)} stages, "
+              f"{size(crossed)} over links, {days:.1f} days for {DATA_TOKENS:,} tokens")  # fmt: skip
     for stage in plan.stages:
         ops = stage.end_op - stage.first_op
         print(f"  {stage.peer:<12} {ops:5} ops, sends {stage.codec_forward} on and {stage.codec_backward} back")

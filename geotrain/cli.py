@@ -163,13 +163,25 @@ def plan(
         Path | None, typer.Option(help="Where to write the plan; of a job, plan.json by default.", show_default=False)
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw a step to this file.")] = None,
+    sync_every: Annotated[
+        int, typer.Option(min=0, help="Price several pipelines, too, that exchange gradients after so many steps.")
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the plan's figures as JSON.")] = False,
 ) -> int:
     """Make a plan without training: which peer runs what, and how long a step takes. It needs none of the peers."""
     from .planning import main as answer
 
     return answer(
-        job, run, graph=graph, topology=topology, out=out, svg=svg, changes=what_if or [], check=check, as_json=json
+        job,
+        run,
+        graph=graph,
+        topology=topology,
+        out=out,
+        svg=svg,
+        changes=what_if or [],
+        check=check,
+        sync_every=sync_every,
+        as_json=json,
     )
 
 

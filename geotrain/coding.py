@@ -47,19 +47,19 @@ def choose(codecs: Codecs, direction: Direction, spec: TensorSpec, lossy: bool) 
 
 
 class States:
-    """The states of one side's codecs, by codec, direction and value."""
+    """The states of one side's codecs, by codec, direction and value. A state lasts for one step, or for a trial of it:
+    so a step has the same bytes wherever its stages are, whenever they came there, and however often it is done, and
+    no state is ever saved or moved."""
 
     def __init__(self) -> None:
-        self._states: dict[tuple[str, str, str], State] = {}
+        self._states: dict[tuple[str, str, str], tuple[tuple[int, int], State]] = {}
 
     def get(self, codec: str, key: FrameKey, spec: TensorSpec) -> State:
-        name = codec, key.direction, key.value
-        if name not in self._states:
-            self._states[name] = get_codec(codec).init(spec)
-        return self._states[name]
+        of, state = self._states.get((codec, key.direction, key.value), (None, {}))
+        return state if of == (key.step, key.attempt) else get_codec(codec).init(spec)
 
     def set(self, codec: str, key: FrameKey, state: State) -> None:
-        self._states[codec, key.direction, key.value] = state
+        self._states[codec, key.direction, key.value] = (key.step, key.attempt), state
 
 
 class Encoder:

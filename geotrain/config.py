@@ -394,6 +394,12 @@ class EvaluateConfig(Section):
     patience: Annotated[int, Field(ge=0)] = 0
     """End the run when so many evaluations in a row have not lowered the held-out loss; 0: never."""
 
+    prompts: tuple[str, ...] = ()
+    """Texts, of a model of text, that the run continues at its end, through its pipeline."""
+
+    tokens: Count = 32
+    """How many are added to each, the likeliest each time."""
+
 
 class CheckpointConfig(Section):
     """[checkpoint]: weights and optimizer state in the run folder, always after the last step."""

@@ -20,6 +20,8 @@ from .runstate import (
     CheckpointWritten,
     Command,
     CommitRow,
+    Continue,
+    Continued,
     Dismiss,
     Emit,
     Event,
@@ -74,6 +76,8 @@ def apply(state: State, event: Event, now_s: float) -> Result:
         case CheckpointWritten(step, path, nbytes) if step in state.writing:
             state = replace(state, writing=state.writing - {step}, checkpoint=max(step, state.checkpoint))
             return _then(_drained(state, now_s), Emit(events.Checkpointed(step, path, nbytes)))
+        case Continued(texts) if state.after == "texts":
+            return _then(_over(state, now_s), *(Emit(events.Continued(prompt, text)) for prompt, text in texts))
         case UserStop():
             return _stop(state, now_s)
         case Broken(reason):
@@ -145,6 +149,8 @@ def _said(state: State, name: str, message: protocol.FromPeer, now_s: float) -> 
             return _leaving(state, name, now_s)
         case protocol.Surveyed(epoch) if epoch == state.epoch:
             return _surveyed(state, name)
+        case protocol.Failed(epoch) if state.after == "texts" and stage is not None and epoch == state.epoch:
+            return _over(state, now_s)
         case protocol.Failed(epoch, reason) if stage is not None and epoch == state.epoch:
             return _finish(state, f"stage {stage} on {name} failed: {reason}", now_s, failed=True)
         case protocol.Loaded(epoch, of) if of == stage and epoch == state.epoch:
@@ -292,15 +298,22 @@ def _saved(state: State, step: int, stage: int) -> Result:
 
 def _drained(state: State, now_s: float) -> Result:
     """When nothing is on its way any more, do what the draining was for."""
-    if state.phase != "draining" or not state.drained:
+    if state.phase != "draining" or state.after == "texts" or not state.drained:
         return state, []
     if state.after == "replan":
         return _replan(state, now_s)
     if state.after == "move":
         return _move(state)
+    if state.after == "done" and state.settings.continues:
+        return replace(state, after="texts"), [_waiting("the model continues the prompts"), Continue(state.done + 1)]
+    return _over(state, now_s)
+
+
+def _over(state: State, now_s: float) -> Result:
+    """All is trained and saved, or as much of it as the user wants."""
     early = state.done < state.settings.steps and _enough(state)
-    reason = f"the held-out loss has not fallen in {state.worse} evaluations" if early else state.after or "done"
-    return _finish(state, reason, now_s, failed=False)
+    reason = f"the held-out loss has not fallen in {state.worse} evaluations" if early else "done"
+    return _finish(state, "interrupted" if state.after == "interrupted" else reason, now_s, failed=False)
 
 
 def _enough(state: State) -> bool:
@@ -343,6 +356,8 @@ def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
     gone = Emit(events.PeerGone(name, "left" if leaving else reason))
     if state.phase == "gathering":
         return _then(_gathered(state, now_s), gone)
+    if state.after == "texts" and stage is not None:
+        return _then(_over(state, now_s), gone)
     if state.phase == "surveying":
         return _then(_surveyed(state, name) if members else _replan(state, now_s), gone)
     if stage is None and state.switch is not None and any(s.peer == name for s in state.switch.plan.stages):
@@ -381,6 +396,8 @@ def _stop(state: State, now_s: float) -> Result:
     if state.phase == "draining" and state.after == "move":
         state, commands = _stay(state)
         return state, [*commands, _waiting("the step is finished and saved, then the run ends")]
+    if state.after == "texts":
+        return _over(state, now_s)
     if state.phase == "draining":
         return (replace(state, after="interrupted") if state.after == "replan" else state), []
     if state.phase == "training":

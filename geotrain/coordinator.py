@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import channel, control, events, protocol, runstate
-from .base import COORDINATOR, PROTOCOL_VERSION, Peer, Plan
+from .base import COORDINATOR, PROTOCOL_VERSION, FrameKey, Peer, Plan
 from .checkpoint import best_so_far, prune, set_best
 from .config import JobConfig
 from .data import Source
@@ -23,6 +23,7 @@ from .inputs import Feeder
 from .layout import Layout, handover, lacking
 from .links import Pair, Probe
 from .optim import clip_factor, lr_at
+from .prompts import Prompts
 from .replan import Deviation
 from .results import Result
 from .runfolder import RunFolder
@@ -83,6 +84,8 @@ class Coordinator:
         self._listen, self._advertise = (host, port), tuple(advertise)
         self._on_event = on_event or (lambda event: None)
         self._source, self._weights = source, weights
+        self._prompts = Prompts(job, source, graph)
+        self._continued: asyncio.Future[tuple[int, ...]] | None = None
         self._token = new_token()
         self._folder = RunFolder(run_dir, job, graph, resume=resume)
         train = job.train
@@ -100,6 +103,7 @@ class Coordinator:
             keep_best=job.evaluate.keep_best,
             patience=job.evaluate.patience,
             keep_gradients=keep_gradients,
+            continues=bool(job.evaluate.prompts),
             survey=True,
             wait_s=wait_s,
         )
@@ -192,6 +196,8 @@ class Coordinator:
                 self._holdings.has(name, [self._base.digests[message.name]])
             if isinstance(message, protocol.Loaded | protocol.Prefetched) and message.shared_bytes > 0:
                 self._emit(events.Fetched(name, 0, 0, message.shared_bytes))
+            if isinstance(message, protocol.Continued) and self._continued is not None and not self._continued.done():
+                self._continued.set_result(message.tokens)
             if isinstance(message, protocol.Tried) and message.epoch == self._state.epoch:
                 tried = self._scheduler.tried(message.trial)
                 if tried is not None:
@@ -351,6 +357,8 @@ class Coordinator:
                 del self._result.losses[len(self._result.losses) - forgotten :]
             case runstate.WriteCheckpoint(step):
                 self._spawn(self._write(step))
+            case runstate.Continue(step):
+                self._spawn(self._continue(step))
             case runstate.MarkBest(step, loss):
                 set_best(self.run_dir, step, loss)
             case runstate.Emit(event):
@@ -569,6 +577,22 @@ class Coordinator:
         if step > 0:
             return WeightStore(self._checkpoints[step])
         return None if self._weights is None else self._weights.reopen()
+
+    # Texts.
+
+    async def _continue(self, step: int) -> None:
+        """Pass by pass, each as the evaluation of another step, so that frames are told apart."""
+        epoch, layout = self._state.epoch, self._layout
+        while (batch := self._prompts.batch()) is not None:
+            inputs, places = batch
+            self._continued = self._loop.create_future()
+            for name in layout.names:
+                if name in self._sessions:
+                    self._sessions[name].send(protocol.Instruct(epoch, (protocol.Continue(step, places),)))
+            await self._feeder.deliver(FrameKey(epoch, step, 0, "", "E"), inputs, layout.readers())
+            self._prompts.add(await self._continued)
+            step += 1
+        self._post(runstate.Continued(tuple(self._prompts.written())))
 
     # Uploads.
 

@@ -235,13 +235,13 @@ class ChatStyle:
     """
 
     def __init__(self, template: str, end: str) -> None:
-        self._template, self._end = template, end
+        self._template, self.end = template, end
 
     def before(self, prompt: str) -> str:
         return self._template.replace("{prompt}", prompt)
 
     def after(self, prompt: str, response: str) -> str:
-        return response + self._end
+        return response + self.end
 
 
 class _ChatTemplate(ChatStyle):

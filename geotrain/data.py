@@ -32,7 +32,7 @@ from .errors import DataError
 from .graph.weigh import WEIGHT, Places
 from .instruct import IGNORED, Exchange, Exchanges
 
-_POSITIONS = "position_ids"
+POSITIONS = "position_ids"
 
 Inputs = dict[str, Tensor]
 """One microbatch, by the names of the parameters of the model's forward."""
@@ -75,7 +75,7 @@ def open_source(job: JobConfig) -> Source:
         names = data.names or ("pixel_values" if hugging_face else "images", "labels")
         samples = Images(*corpus.read_images(data.path), names=names)
     else:
-        names = data.names or ("input_ids" if hugging_face else "tokens", "labels")
+        names = text_names(job)
         shift = data.shift if data.shift is not None else not hugging_face
         if isinstance(data, TokensData):
             streams = corpus.read_tokens(data.path, data.dtype)
@@ -85,9 +85,9 @@ def open_source(job: JobConfig) -> Source:
             vocab_size = tokenizer.vocab_size
             if isinstance(data, InstructData):
                 exchanges, context = _exchanges(job, data, tokenizer), job.model.context
-                pack = data.pack and isinstance(job.model, HfModel) and models.takes(job.model, _POSITIONS)
+                pack = data.pack and isinstance(job.model, HfModel) and models.takes(job.model, POSITIONS)
                 samples = Exchanges(
-                    exchanges, context, vocab_size, names=names, shift=shift, positions=_POSITIONS if pack else None
+                    exchanges, context, vocab_size, names=names, shift=shift, positions=POSITIONS if pack else None
                 )
             else:
                 text = [tokenizer.encode(_text(data))]
@@ -102,6 +102,11 @@ def open_source(job: JobConfig) -> Source:
     )
     source.train(0, 0)  # what does not fit shows before peers are asked for
     return source
+
+
+def text_names(job: JobConfig) -> tuple[str, str]:
+    """What the model calls tokens and labels."""
+    return job.data.names or ("input_ids" if isinstance(job.model, HfModel) else "tokens", "labels")
 
 
 def tokenizer_path(job: JobConfig) -> str | None:

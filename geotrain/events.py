@@ -113,6 +113,14 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """What the trained model says after a prompt."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerProgress:
     """A peer's heartbeat: what it does now, and what it waits for."""
 
@@ -138,5 +146,5 @@ class Ended:
 
 RunEvent = (
     PeerJoined | Waiting | Planned | Considered | Tried | Prepared | StepCommitted | Evaluated | Checkpointed
-    | Fetched | PeerProgress | PeerGone | Ended
+    | Fetched | Continued | PeerProgress | PeerGone | Ended
 )  # fmt: skip

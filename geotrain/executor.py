@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from . import optim
 from .base import CODED_TRIAL, COORDINATOR, ONCE, RAW_TRIAL, Action, Direction, FrameKey, Span, StageReport, Trial
 from .config import TrainConfig
 from .errors import GeotrainError
-from .graph import StageGraph
+from .graph import LOGITS, StageGraph
 from .stage import StageRunner
 
 T = TypeVar("T")
@@ -174,15 +174,25 @@ class StageWorker:
 
     def evaluate(self, step: int, count: int) -> list[float]:
         """Forward passes over `count` held-out microbatches. The losses, where the stage makes them."""
-        losses: list[Tensor] = []
+        made = [loss for loss, _ in self._evaluations(step, count) if loss is not None]
+        return [float(loss) for loss in made]
+
+    def successors(self, step: int, places: Sequence[int]) -> list[int]:
+        """One forward pass: by row the likeliest token after that place, if the stage makes the logits [B, T, V]."""
+        ((_, outputs),) = self._evaluations(step, 1)
+        if LOGITS not in outputs:
+            return []
+        rows = torch.arange(len(places), device=self._device)
+        return outputs[LOGITS][rows, torch.tensor(places, device=self._device)].argmax(-1).tolist()
+
+    def _evaluations(self, step: int, count: int) -> Iterator[tuple[Tensor | None, dict[str, Tensor]]]:
+        """Loss and outputs, as far as they are made here, of forward passes."""
         shared = self._exchange_shared(step, "E")
         for i in range(count):
             received = {**shared, **self._take_values(step, i, "E")}
-            values, loss, _ = self._runner.evaluate(step, i, received)
+            values, loss, outputs = self._runner.evaluate(step, i, received)
             self._send_values(step, i, "E", values)
-            if loss is not None:
-                losses.append(loss)
-        return [float(loss) for loss in losses]
+            yield loss, outputs
 
     def trial(self, step: int) -> Trial:
         """The first microbatch of `step` without codecs and with them, beside the step: nothing stays of it."""

@@ -57,6 +57,7 @@ class Recorder:
         self._peers: dict[str, _PeerFacts] = {}
         self._links: dict[tuple[str, str], _LinkFacts] = {}
         self._log: list[str] = []
+        self._texts: list[dict[str, str]] = []
         self._checkpoint: str | None = None
         self._checkpoint_step = 0
         self._checkpoints: list[int] = []
@@ -97,6 +98,8 @@ class Recorder:
                 self._peers[name].base_bytes += base_bytes
                 self._peers[name].shared_bytes += shared_bytes
                 self._peers[name].state_bytes += state_bytes
+            case events.Continued(prompt, text):
+                self._texts.append({"prompt": prompt, "text": text})
             case events.PeerGone(name, reason):
                 if name in self._peers:
                     self._peers[name].gone = reason
@@ -175,6 +178,7 @@ class Recorder:
             "seconds_by_activity": self._seconds_by_activity(),
             "timeline": self._timeline(),
             "log": self._log,
+            "texts": self._texts,
             "checkpoint": self._checkpoint,
             "checkpoint_step": self._checkpoint_step,
             **more,

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import HfModel, ImagesData, JobConfig, ModuleModel, TokensData
+from .config import ImagesData, JobConfig, ModuleModel, TokensData
 from .corpus import Tokenizer, open_tokenizer
-from .data import tokenizer_path
+from .data import text_names, tokenizer_path
 from .errors import UserError
+from .graph import LOGITS
 from .graph.capture import split_loss
 from .trained import Trained
 
@@ -27,7 +28,7 @@ class TextModel:
             self.tokenizer = _tokenizer(run_dir, job)
             self._model = trained.module(self.tokenizer.vocab_size)
         self._context = job.model.context
-        self._names = job.data.names or ("input_ids" if isinstance(job.model, HfModel) else "tokens", "labels")
+        self._names = text_names(job)
 
     def sample(self, prompt: str, *, tokens: int, temperature: float = 0.8, seed: int = 0) -> Iterator[str]:
         """Yields text that follows the prompt, piece by piece; temperature 0 takes the likeliest token."""
@@ -53,9 +54,9 @@ class TextModel:
         """What comes next, as float32 logits [V]."""
         tokens = torch.tensor([seen])
         _, extras = split_loss(self._model(**dict.fromkeys(self._names, tokens)))
-        if "logits" not in extras:
+        if LOGITS not in extras:
             raise UserError("the model gives no logits; return (loss, {'logits': ...}) from its forward")
-        return extras["logits"][0, -1].float()
+        return extras[LOGITS][0, -1].float()
 
 
 def _tokenizer(run_dir: Path, job: JobConfig) -> Tokenizer:

@@ -66,11 +66,11 @@ class Feeder:
                 if settings.evaluation_due(step):
                     for i in range(settings.evaluate_microbatches):
                         batch = await asyncio.to_thread(self._source.held_out, i)
-                        await self._deliver(FrameKey(epoch, step, i, "", "E"), batch, readers)
+                        await self.deliver(FrameKey(epoch, step, i, "", "E"), batch, readers)
                 if step < settings.steps:
                     for i in range(self._microbatches):
                         batch = await asyncio.to_thread(self._source.train, step, i)
-                        await self._deliver(FrameKey(epoch, step, i, "", "F"), batch, readers)
+                        await self.deliver(FrameKey(epoch, step, i, "", "F"), batch, readers)
         except PeerLost:
             return  # the epoch is over, or will be when the peer or we notice
         except Exception as error:
@@ -84,7 +84,7 @@ class Feeder:
             ours, theirs = (f"{s.dtype}{list(s.shape)}" for s in (wanted, spec))
             raise DataError(f"input {name!r} is {theirs}, the model was captured with {ours}; shapes are static")
 
-    async def _deliver(self, key: FrameKey, batch: Mapping[str, Tensor], readers: Mapping[str, Sequence[str]]) -> None:
+    async def deliver(self, key: FrameKey, batch: Mapping[str, Tensor], readers: Mapping[str, Sequence[str]]) -> None:
         direction: Direction = key.direction
         sends: list[Awaitable[object]] = []
         for name, peers in readers.items():

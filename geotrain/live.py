@@ -314,6 +314,8 @@ class PlainView:
                 return f"training starts at step {step} with plan {status.plans}"
             case events.StepCommitted():
                 return self._step_line(event)
+            case events.Continued(prompt, text):
+                return f"{prompt!r} is continued: {text!r}"
             case events.Evaluated(step, loss):
                 return f"held-out loss after {step} steps: {loss:.4f}"
             case _:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from .config import FactoryModel, GptModel, HfModel, LoraSection, ModelConfig, ModuleModel
 from .errors import ConfigError, DataError, UserError
+from .graph import LOGITS
 
 
 def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
@@ -123,7 +124,7 @@ class Gpt(nn.Module):
             x_BTC = block(x_BTC, rotation)
         logits_BTV = self.head(self.norm(x_BTC))
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), labels.flatten())
-        return loss, {"logits": logits_BTV}
+        return loss, {LOGITS: logits_BTV}
 
 
 Rotation = tuple[Tensor, Tensor]

@@ -25,7 +25,8 @@ from .layout import Layout, lay_out
 from .local import read_topology
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
 from .planner.baselines import baselines
-from .planner.build import borders, instance
+from .planner.build import Instance, borders, instance
+from .planner.replicas import replicas
 from .plots import Bar, standalone, timeline
 from .report import STYLE
 from .runfolder import GRAPH, JOB
@@ -84,6 +85,7 @@ def main(
     svg: Path | None,
     changes: Sequence[str],
     check: Path | None,
+    sync_every: int,
     as_json: bool,
 ) -> int:
     """Answers on standard output; returns the exit code. Raises `UserError`."""
@@ -99,6 +101,8 @@ def main(
         show(console, question, answer)
         if check is None:
             _compare(console, question, answer)
+        if sync_every:
+            _pipelines(console, question, sync_every)
     if changes:
         changed = replace(question)
         for phrase in changes:
@@ -301,26 +305,46 @@ def picture(step: Timeline) -> str:
 
 def _compare(console: Console, question: Question, answer: Answer) -> None:
     """Against simpler ways to plan, by the planner's own model, with the same codecs."""
-    train, count = question.job.train, len(question.peers)
-    if count > _MOST_COMPARED:
+    if len(question.peers) > _MOST_COMPARED:
         return
-    given = instance(
-        question.graph, question.peers, borders(question.graph, count, _BORDERS), microbatches=train.microbatches,
-        schedule=question.job.pipeline.schedule, optimizer=train.optimizer, momentum=train.momentum,
-        links=question.links, forward=FORWARD, backward=BACKWARD,
-        max_loss_increase=question.job.compression.max_loss_increase,
-    )  # fmt: skip
     table = Table(
         "simpler plans with all of these peers", "equal cuts", "proportional", "exact", box=None, pad_edge=False
     )
     rows: dict[str, list[str]] = {}
-    for name, other in baselines(given.problem).items():
+    for name, other in baselines(_instance(question).problem).items():
         step_s = other.price.step_seconds if other else None
         times = f"{step_s / answer.plan.step_seconds:.2f} times" if step_s else ""
         rows.setdefault(name.partition(",")[0], []).append(f"{duration(step_s)}, {times}" if step_s else "does not fit")
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)
+
+
+def _instance(question: Question) -> Instance:
+    train = question.job.train
+    return instance(
+        question.graph, question.peers, borders(question.graph, len(question.peers), _BORDERS),
+        microbatches=train.microbatches, schedule=question.job.pipeline.schedule, optimizer=train.optimizer,
+        momentum=train.momentum, links=question.links, forward=FORWARD, backward=BACKWARD,
+        max_loss_increase=question.job.compression.max_loss_increase,
+    )  # fmt: skip
+
+
+def _pipelines(console: Console, question: Question, every: int) -> None:
+    """Several pipelines, each with the whole model, that share a step's microbatches and exchange what they train."""
+    made = _instance(question)
+    best = replicas(made.problem, made.table["gradient_bytes"][0].astype(float), every)
+    if best is None:
+        console.print("no set of pipelines fits onto these peers")
+        return
+    console.print(
+        f"with an exchange every {every} steps, nothing compressed, {len(best.pipelines)} pipelines would take "
+        f"{duration(best.step_seconds)} a step, and {duration(best.sync_seconds)} an exchange (priced only: a run has "
+        "one pipeline)"
+    )
+    for pipeline in best.pipelines:
+        names = ", ".join(made.problem.names[peer] for peer in pipeline.order)
+        console.print(f"  {pipeline.microbatches} microbatches: {names}")
 
 
 def _differences(console: Console, question: Question, before: Answer, after: Answer) -> None:

@@ -95,6 +95,15 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """The likeliest tokens, as `Continue` asks for them, from the stage that makes the logits."""
+
+    epoch: int
+    step: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """The stage's whole state after `step` steps has reached the coordinator."""
 
@@ -260,6 +269,15 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class Continue:
+    """Pass one microbatch forward, as that of an evaluation after `step` steps, and say what follows: in each row,
+    after the token at that one of `places`."""
+
+    step: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Send the stage's state after `step` steps, while the next step computes; its commit waits for that."""
 
@@ -273,7 +291,7 @@ class Gradients:
     step: int
 
 
-Instruction = Train | Try | Codecs | Commit | Evaluate | Checkpoint | Gradients
+Instruction = Train | Try | Codecs | Commit | Evaluate | Continue | Checkpoint | Gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +366,9 @@ class Store:
     tensors: tuple[NamedSpec, ...]
 
 
-FromPeer = Hello | Surveyed | Loaded | Ready | Tried | Scored | Saved | Prefetched | Progress | Failed | Leaving
+FromPeer = (
+    Hello | Surveyed | Loaded | Ready | Tried | Scored | Continued | Saved | Prefetched | Progress | Failed | Leaving
+)
 FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Prefetch | Instruct | Leave
 Transfer = Fetch | FetchShared | Store
 Message = FromPeer | FromCoordinator | Transfer
@@ -358,7 +378,7 @@ _LIMITS: Mapping[type[Any], int] = {
     Hello: 4 * _KIB, Loaded: _KIB, Ready: 3 * _MIB, Scored: _MIB, Saved: _KIB, Progress: 32 * _KIB,
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
     Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB,
-    Probe: _KIB, Tried: _KIB, FetchShared: _MIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
+    Probe: _KIB, Tried: _KIB, FetchShared: _MIB, Continued: 64 * _KIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

@@ -249,7 +249,8 @@ def _predicted(predicted: float | None, measured: float | None) -> str:
 
 
 def _sample(facts: Facts) -> str:
-    return f"<pre>{escape(facts['sample'])}</pre>" if facts.get("sample") else ""
+    texts = [f"{row['prompt']}\n{row['text']}" for row in facts["texts"]] + [facts.get("sample") or ""]
+    return "".join(f"<pre>{escape(text)}</pre>" for text in texts if text)
 
 
 def _log(facts: Facts) -> str:

@@ -143,6 +143,8 @@ def print_summary(console: Console, facts: dict[str, Any]) -> None:
         say("\nWhere the seconds of a step went (sending and waiting: for a link, for a peer; rest: the duty cap):")
         console.print(_seconds_table(facts))
         say("")
+    for row in facts["texts"]:
+        say(f"{row['prompt']}\n{row['text'].strip()}\n")
     if facts.get("sample"):
         say(f"The model writes:\n{facts['sample']}\n")
     for what in ("checkpoint", "plan", "report"):

@@ -23,8 +23,8 @@ class Settings:
     lossy codecs do is tried every `try_every` steps: a trial costs less than two steps, so this is 1%. The run is
     evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at its end and
     every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
-    evaluations in a row have not lowered the held-out loss. `parameters` is the model's order, in which `clip`
-    adds norms."""
+    evaluations in a row have not lowered the held-out loss. If it `continues`
+    texts, it does so last. `parameters` is the model's order, in which `clip` adds norms."""
 
     steps: int
     peers: int
@@ -38,6 +38,7 @@ class Settings:
     keep_best: bool = False
     patience: int = 0
     keep_gradients: bool = False
+    continues: bool = False
     named: frozenset[str] = frozenset()
     survey: bool = False
     try_every: int = 200
@@ -99,7 +100,7 @@ class State:
     saving: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     writing: frozenset[int] = frozenset()
     evaluating: frozenset[int] = frozenset()
-    after: Literal["done", "interrupted", "replan", "move"] | None = None
+    after: Literal["done", "interrupted", "replan", "move", "texts"] | None = None
     switch: "Switch | None" = None
     moved: bool = False
     try_at: int = 0
@@ -174,6 +175,13 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """The texts are written: prompts, and what follows them."""
+
+    texts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UserStop:
     """The coordinator's user wants to end: the running step is finished and saved first."""
 
@@ -190,7 +198,9 @@ class Tick:
     """Time passed."""
 
 
-Event = Joined | Said | Lost | PlanChosen | PlanRefused | Switch | CheckpointWritten | UserStop | Broken | Tick
+Event = (
+    Joined | Said | Lost | PlanChosen | PlanRefused | Switch | CheckpointWritten | Continued | UserStop | Broken | Tick
+)
 
 
 # Commands, to be carried out in order.
@@ -309,6 +319,13 @@ class WriteCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Continue:
+    """Let the pipeline continue the job's texts; answer `Continued`. Frames may be of steps from `step` on."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class MarkBest:
     """No state had a lower held-out loss than the one after this step."""
 
@@ -331,5 +348,5 @@ class Finish:
 
 Command = (
     Welcome | Refuse | Dismiss | Survey | Propose | Prepare | Adopt | Feed | Instruct | LedgerCommit | LedgerRollback
-    | WriteCheckpoint | MarkBest | Emit | Finish
+    | WriteCheckpoint | Continue | MarkBest | Emit | Finish
 )  # fmt: skip

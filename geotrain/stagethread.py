@@ -232,6 +232,11 @@ class StageThread:
                 losses = worker.evaluate(step, count)
                 if losses:
                     self._loop.post(protocol.Scored(self.epoch, step, tuple(losses)))
+            case protocol.Continue(step, places):
+                self._doing = "continuing texts"
+                tokens = worker.successors(step, places)
+                if tokens:
+                    self._loop.post(protocol.Continued(self.epoch, step, tuple(tokens)))
             case protocol.Checkpoint(step):
                 changing = {name for name, buffer in self.stage.buffers.items() if buffer.mutated}
                 state = {n: t for n, t in worker.state().items() if n not in self._given}

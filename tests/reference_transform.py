@@ -131,7 +131,7 @@ def transform(payload: bytes, shape: tuple[int, ...], kind: str, key: int) -> np
     rank = int.from_bytes(data[:2], "little")
     fine = np.frombuffer(data[2 : 2 + rank], np.int8).astype(float)
     codes, data = numbers(data[2 + rank :], rank, width)
-    turn = np.linalg.qr((codes * 2.0 ** -fine[:, None]).T, mode="complete").Q.astype(F)
+    turn = np.linalg.qr((codes * 2.0 ** -fine[:, None]).T, mode="complete").Q.astype(F)  # noqa: TID251
     step, down, data = np.frombuffer(data[:4], "<f4")[0], power(data[4]), data[5:]
     sizes = np.ones(rows, F)
     if kind != "tcm":

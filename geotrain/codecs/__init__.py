@@ -46,7 +46,7 @@ def get_codec(name: str) -> Codec:
 
 def warm_up(names: Iterable[str]) -> None:
     """Loads or compiles what these codecs need, a matter of seconds, so that no message waits for it."""
-    x = torch.ones(17 * 64)
+    x = torch.ones(68, 16)  # 17 blocks: a whole tile and a rest; rows enough for principal axes
     for codec in map(get_codec, names):
         state, message = codec.init(tensor_spec(x)), Message(0)
         payload, _ = codec.encode(x, state, message)

@@ -4,9 +4,9 @@
     decode(payload, spec, device, state, message) -> (tensor, state)
 
 The payload is a list of buffers that the wire joins. The state (a residual, a basis, a cache) is a mapping of named
-tensors that the caller holds: one for each value and direction, at each end; it is saved, hashed and moved with the
-stage. `message` is what both ends know of a message without being told, so the same message always gives the same
-bytes, and a replay sends what was sent before.
+tensors that the caller holds: one for each value and direction, at each end. `message` is what both ends know of a
+message without being told, so the same message after the same state always gives the same bytes, and a replay sends
+what was sent before.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Finds the native kernels, if there are any. Pure.
+"""Finds the native kernels, if there are any, and what else makes this machine fast. Pure.
 
 They come with numba, which is optional (`pip install geotrain[fast]`) and brings its own compiler; what it compiles is
 kept on disk, so a second start compiles nothing. Without it, and on other devices, torch writes the same bytes.
@@ -24,6 +24,13 @@ def entropy_kernels(device: torch.device) -> Any | None:
 def number_kernels(device: torch.device) -> Any | None:
     """The module `native_numbers`, or None."""
     return _native("native_numbers") if device.type == "cpu" else None
+
+
+@lru_cache(maxsize=1)
+def bfloat16_units() -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 several times as fast as those of float32."""
+    cpu: Any = torch.cpu  # before torch 2.12 there is no public way to ask
+    return bool(getattr(cpu, "_is_avx512_bf16_supported", bool)())
 
 
 @lru_cache(maxsize=3)

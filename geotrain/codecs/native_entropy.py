@@ -25,20 +25,25 @@ _RECIPROCALS = np.array([0, *((1 << 44) // f + 1 for f in range(1, 4096))], np.u
 """x * this >> 44 is x // f for x < f * 2**20."""
 
 
+# All indices are unsigned: those that may be negative cost a comparison each, which doubles the time.
+
+
 @compiled
 def rans_encode(symbols, which, table, states, words):
     """Fills `words`, which has room for one more, from the end; returns the first that is used."""
-    lanes = len(states)
-    at = len(words)
+    lanes, width, entries = len(states), uint32(table.shape[1]), table.reshape(-1)
+    at = uint32(len(words))
     first = (len(symbols) - 1) // lanes * lanes
     while first >= 0:
-        for lane in range(min(lanes, len(symbols) - first) - 1, -1, -1):
-            entry = table[which[first + lane], symbols[first + lane]]
+        own, tables = symbols[first : first + lanes], which[first : first + lanes]
+        for i in range(len(own)):
+            lane = uint32(len(own) - 1 - i)
+            entry = entries[uint32(tables[lane]) * width + uint32(own[lane])]
             f = uint32(entry & uint32(0xFFFF))
             x = states[lane]
             full = x >= uint32(f << uint32(20))
-            words[at - 1] = uint16(x & uint32(0xFFFF))
-            at -= full
+            words[uint32(at - uint32(1))] = uint16(x & uint32(0xFFFF))
+            at = uint32(at - uint32(full))
             x = uint32(x >> uint32(16)) if full else x
             quotient = uint32((uint64(x) * _RECIPROCALS[f]) >> uint64(44))
             states[lane] = uint32((quotient << uint32(12)) + (x - quotient * f) + uint32(entry >> uint32(16)))
@@ -49,22 +54,23 @@ def rans_encode(symbols, which, table, states, words):
 @compiled
 def rans_decode(words, which, table, states, symbols):
     """Returns the words used, -1 where there were not enough. `words` has as many more as there are lanes."""
-    lanes = len(states)
+    lanes, entries = len(states), table.reshape(-1)
     there = len(words) - lanes
     used = 0
     for first in range(0, len(which), lanes):
-        for lane in range(min(lanes, len(which) - first)):
+        own, tables = symbols[first : first + lanes], which[first : first + lanes]
+        for lane in range(len(own)):
             x = states[lane]
-            entry = table[which[first + lane], x & uint32(0xFFF)]
+            entry = entries[(uint32(tables[lane]) << uint32(12)) | (x & uint32(0xFFF))]
             x = uint32(
                 uint32(entry & uint32(0xFFF)) * uint32(x >> uint32(12)) + ((entry >> uint32(12)) & uint32(0xFFF))
             )
-            longer = uint32(uint32(x << uint32(16)) | uint32(words[used]))  # read anyway: a branch would cost more
+            longer = uint32(uint32(x << uint32(16)) | uint32(words[uint32(used)]))  # read anyway: a branch costs more
             low = x < uint32(65536)
             x = longer if low else x
             used += low
             states[lane] = x
-            symbols[first + lane] = uint8(entry >> uint32(24))
+            own[lane] = uint8(entry >> uint32(24))
         if used > there:
             return -1
     return used

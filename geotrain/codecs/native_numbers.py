@@ -4,7 +4,7 @@
 import numpy as np
 
 from .models import BINS, ZERO_SYMBOL
-from .native import compiled, float32, inlined, int32, uint8, uint32
+from .native import compiled, float32, inlined, int32, uint8, uint32, uint64
 from .native_entropy import halves
 from .noise import FIRST, SECOND
 
@@ -51,15 +51,31 @@ def restore(values, u, v):
 
 
 @compiled
-def count_symbols(values, low, every, bins, dithered, count):
-    """`count`: (rows, BINS, symbols)."""
+def mean_magnitudes(values, every, means):
     for r in range(len(values)):
-        plain = dithered and low[r] == 0
+        total = count = 0
         for i in range(0, values.shape[1], every):
-            symbol = (values[r, i] >> low[r]) + ZERO_SYMBOL
-            if symbol < 0 or symbol > 2 * ZERO_SYMBOL:
-                symbol = 0
-            count[r, bins[r, i] if plain else 0, symbol] += 1
+            total += abs(values[r, i])
+            count += 1
+        means[r] = total / count
+
+
+@compiled
+def count_bits(values, low, every, bins, dithered, costs, bits):
+    """`costs`: (BINS * symbols, tables); adds to `bits`: (rows, tables)."""
+    count = np.empty(len(costs), np.int64)
+    for r in range(len(values)):
+        count[:] = 0
+        row, quarter = values[r], uint32(dithered and low[r] == 0)
+        for i in range(0, len(row), every):
+            symbol = uint32((row[i] >> low[r]) + ZERO_SYMBOL)
+            if symbol > uint32(2 * ZERO_SYMBOL):
+                symbol = uint32(0)
+            count[uint32(bins[r, i]) * quarter * uint32(2 * ZERO_SYMBOL + 1) + symbol] += 1
+        for i in range(len(count)):
+            if count[i]:
+                for t in range(bits.shape[1]):
+                    bits[r, t] += count[i] * costs[i, t]
 
 
 @compiled
@@ -67,14 +83,63 @@ def to_symbols(values, low, reach, symbols):
     """Returns how many are out of reach."""
     far = 0
     for r in range(len(values)):
-        for i in range(values.shape[1]):
-            rest = values[r, i] >> low[r]
-            if abs(rest) > reach[r]:
-                far += 1
-                symbols[r, i] = 0
-            else:
-                symbols[r, i] = uint8(rest + ZERO_SYMBOL)
+        row, own, shift, most = values[r], symbols[r], int32(low[r]), int32(reach[r])
+        for i in range(len(row)):
+            rest = row[i] >> shift
+            out = abs(rest) > most
+            far += out
+            own[i] = uint8(0) if out else uint8(rest + int32(ZERO_SYMBOL))
     return far
+
+
+@compiled
+def to_values(symbols, coded, values):
+    """`symbols` of the rows that are `coded`. Returns how many are out of reach."""
+    far = at = 0
+    for r in range(len(values)):
+        if coded[r]:
+            for i in range(values.shape[1]):
+                values[r, i] = int32(symbols[at, i]) - int32(ZERO_SYMBOL)
+                far += symbols[at, i] == 0
+            at += 1
+    return far
+
+
+@compiled
+def write_low(values, low, data):
+    """`low` bits of each value of each row; `data` has room for them."""
+    at = 0
+    for r in range(len(values)):
+        held = uint64(0)
+        count = 0
+        for i in range(values.shape[1] if low[r] else 0):
+            held |= uint64(values[r, i] & ((1 << low[r]) - 1)) << uint64(count)
+            count += low[r]
+            while count >= 8:
+                data[at] = uint8(held & uint64(255))
+                held >>= uint64(8)
+                count -= 8
+                at += 1
+        if count:
+            data[at] = uint8(held)
+            at += 1
+
+
+@compiled
+def read_low(data, low, values):
+    """The inverse: they become the low bits of what is there."""
+    at = 0
+    for r in range(len(values)):
+        held = uint64(0)
+        count = 0
+        for i in range(values.shape[1] if low[r] else 0):
+            while count < low[r]:
+                held |= uint64(data[at]) << uint64(count)
+                count += 8
+                at += 1
+            values[r, i] = (values[r, i] << low[r]) + int32(held & uint64((1 << low[r]) - 1))
+            held >>= uint64(low[r])
+            count -= low[r]
 
 
 def dithers(key, u, bins):

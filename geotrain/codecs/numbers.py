@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 _TABLES, _WIDE, _MOST_LOW, _ZEROS = 40, 34, 24, 255
 _SYMBOLS = 2 * ZERO_SYMBOL + 1
-_SAMPLE = 1024
+_SAMPLE = 512
 """Values of a row that are looked at to choose its table."""
 
 
@@ -46,11 +46,10 @@ def write(values: Array, bins: Array | None = None) -> bytes:
     elif coded.any():
         which = _which(kinds[coded], n, None if bins is None else bins[coded])
         data = rans.encode(symbols[coded].reshape(-1), which, _tables())
-    parts = [kinds.tobytes(), len(data).to_bytes(4, "little"), data, far.astype("<i4").tobytes()]
-    for row in np.flatnonzero(coded & (low > 0)):
-        bits: Array = (values[row][:, None] >> np.arange(low[row])) & 1
-        parts.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
-    return b"".join(parts)
+    low[~coded] = 0
+    return b"".join([
+        kinds.tobytes(), len(data).to_bytes(4, "little"), data, far.astype("<i4").tobytes(), _write_low(values, low)
+    ])  # fmt: skip
 
 
 def read(data: memoryview, rows: int, n: int, bins: Array | None = None) -> tuple[Array, int]:
@@ -66,27 +65,58 @@ def read(data: memoryview, rows: int, n: int, bins: Array | None = None) -> tupl
     values = np.zeros((rows, n), np.int32)
     if coded.any():
         which = _which(kinds[coded], n, None if bins is None else bins[coded])
-        values[coded] = rans.decode(data[start:end], which, _tables()).reshape(-1, n).astype(np.int32) - ZERO_SYMBOL
+        symbols = rans.decode(data[start:end], which, _tables()).reshape(-1, n)
+        if native := kernels(torch.device("cpu")):
+            far = native.to_values(symbols, coded, values)
+        else:
+            values[coded] = symbols.astype(np.int32) - ZERO_SYMBOL
+            far = int(np.count_nonzero(symbols == 0))
+        if far:
+            start, end = end, end + 4 * far
+            if data.nbytes < end:
+                raise RemoteProtocolError("a message of numbers was cut")
+            values[values == -ZERO_SYMBOL] = np.frombuffer(data[start:end], "<i4")
     elif end != start:
         raise RemoteProtocolError("a message of numbers is too long")
-    far = values == -ZERO_SYMBOL
-    start, end = end, end + 4 * int(far.sum())
+    start, end = end, end + int(((n * low + 7) // 8).sum())
     if data.nbytes < end:
         raise RemoteProtocolError("a message of numbers was cut")
-    values[far] = np.frombuffer(data[start:end], "<i4")
+    _read_low(np.frombuffer(data[start:end], np.uint8).copy(), low, values)
+    return values, end
+
+
+def _write_low(values: Array, low: Array) -> bytes:
+    if native := kernels(torch.device("cpu")):
+        data = np.empty(int(((values.shape[1] * low + 7) // 8).sum()), np.uint8)
+        native.write_low(values, low, data)
+        return data.tobytes()
+    parts: list[bytes] = []
+    for row in np.flatnonzero(low):
+        bits: Array = (values[row][:, None] >> np.arange(low[row])) & 1
+        parts.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
+    return b"".join(parts)
+
+
+def _read_low(data: Array, low: Array, values: Array) -> None:
+    """Puts them under the `values`."""
+    if native := kernels(torch.device("cpu")):
+        return native.read_low(data, low, values)
+    n = values.shape[1]
     for row in np.flatnonzero(low):
         k = int(low[row])
-        start, end = end, end + (n * k + 7) // 8
-        if data.nbytes < end:
-            raise RemoteProtocolError("a message of numbers was cut")
-        bits = np.unpackbits(np.frombuffer(data[start:end], np.uint8), count=n * k, bitorder="little").reshape(n, k)
+        own, data = data[: (n * k + 7) // 8], data[(n * k + 7) // 8 :]
+        bits = np.unpackbits(own, count=n * k, bitorder="little").reshape(n, k)
         values[row] = (values[row] << k) + (bits.astype(np.int32) << np.arange(k, dtype=np.int32)).sum(1)
-    return values, end
 
 
 def _low_bits(values: Array) -> Array:
     """So many that the mean magnitude of the rest is 5 at most."""
-    size = np.abs(values[:, :: max(values.shape[1] // _SAMPLE, 1)]).mean(1, dtype=np.float64)
+    every = max(values.shape[1] // _SAMPLE, 1)
+    if native := kernels(torch.device("cpu")):
+        size = np.empty(len(values))
+        native.mean_magnitudes(values, every, size)
+    else:
+        size = np.abs(values[:, ::every]).mean(1, dtype=np.float64)
     return np.clip(np.ceil(np.log2(np.maximum(size, 1e-9) / 5)), 0, _MOST_LOW).astype(np.int64)
 
 
@@ -94,18 +124,17 @@ def _choose(values: Array, bins: Array | None, low: Array) -> Array:
     """The kind of each row: what its values take the fewest bits by."""
     rows, n = values.shape
     every = max(n // _SAMPLE, 1)
-    count = np.zeros((rows, BINS, _SYMBOLS), np.int32)
+    bits = np.zeros((rows, _TABLES), np.int64)  # whole numbers, so that all machines choose the same
     if native := kernels(torch.device("cpu")):
-        native.count_symbols(values, low, every, values if bins is None else bins, bins is not None, count)
+        native.count_bits(values, low, every, values if bins is None else bins, bins is not None, _costs(), bits)
     else:
         symbols = (values[:, ::every] >> low[:, None]).astype(np.int64) + ZERO_SYMBOL
         symbols[(symbols < 0) | (symbols >= _SYMBOLS)] = 0
         at: Array = symbols + (np.arange(rows) * (BINS * _SYMBOLS))[:, None]
         if bins is not None:
             at += bins[:, ::every] * (np.where(low > 0, 0, _SYMBOLS))[:, None]
-        count += np.bincount(at.reshape(-1), minlength=count.size).reshape(count.shape)
-    # in whole numbers, so that all machines choose the same
-    bits = count.reshape(rows, -1).astype(np.float64) @ _costs()
+        count = np.bincount(at.reshape(-1), minlength=rows * BINS * _SYMBOLS).reshape(rows, -1)
+        bits += count @ _costs()
     last = np.argmin(bits[:, _WIDE : _WIDE + 4], 1)
     kinds: Array = np.where(low > 0, _TABLES + 4 * (low - 1) + last, np.argmin(bits, 1))
     return kinds.astype(np.uint8)
@@ -117,7 +146,8 @@ def _symbols(values: Array, low: Array, reach: Array) -> tuple[Array, Array]:
     if native := kernels(torch.device("cpu")):
         if not native.to_symbols(values, low, reach, symbols):
             return symbols, np.empty(0, np.int32)
-        return symbols, (values >> low[:, None])[symbols == 0]
+        at = np.flatnonzero(symbols == 0)
+        return symbols, values.reshape(-1)[at] >> low[at // values.shape[1]]
     rest = values >> low[:, None]
     far = np.abs(rest) > reach[:, None]
     symbols[:] = np.where(far, 0, rest + ZERO_SYMBOL)
@@ -169,7 +199,7 @@ def _tables() -> rans.Tables:
 
 @lru_cache(maxsize=1)
 def _costs() -> Array:
-    """(bins * symbols, tables): 1/256 bits, whole; a value without a frequency is `far`."""
+    """(bins * symbols, tables) int64: 1/256 bits; a value without a frequency is `far`."""
     frequency = _tables().frequency.astype(np.float64)
     bits = np.rint(256 * np.where(frequency > 0, -np.log2(np.maximum(frequency, 1) / rans.TOTAL), 43))
-    return np.ascontiguousarray(bits.reshape(_TABLES, BINS * _SYMBOLS).T)
+    return np.ascontiguousarray(bits.reshape(_TABLES, BINS * _SYMBOLS).T.astype(np.int64))

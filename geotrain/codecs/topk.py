@@ -114,12 +114,18 @@ class TopK(Lossy):
 
 def _largest(x: torch.Tensor, count: int) -> torch.Tensor:
     """Rising places of the `count` largest magnitudes."""
-    magnitudes = x.abs()
-    least = magnitudes.kthvalue(x.numel() - count + 1).values
-    above = magnitudes > least
-    equal = (magnitudes == least).nonzero()[: count - int(above.sum())]
-    above[equal] = True
-    return above.nonzero().view(-1)
+    magnitudes, first = x.abs(), x.numel() - count
+    if x.device.type == "cpu":  # several times as fast as `kthvalue`
+        least = torch.as_tensor(np.partition(magnitudes.numpy(), first)[first])
+    else:
+        least = magnitudes.kthvalue(first + 1).values
+    where = (magnitudes >= least).nonzero().view(-1)
+    if len(where) > count:  # of those that are as large as the least the first ones
+        equal = (magnitudes[where] == least).nonzero().view(-1)
+        kept = torch.ones_like(where, dtype=torch.bool)
+        kept[equal[count - len(where) :]] = False
+        where = where[kept]
+    return where
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

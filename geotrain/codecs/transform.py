@@ -20,8 +20,9 @@ a complete QR decomposition of Householder reflections (LAPACK's, in float64).
             are left out: the least error for so few bits (reverse water-filling, T. Cover and J. Thomas, "Elements of
             Information Theory", 10.3). What begins small does not pass: for models that no longer learn new features
 
-New axes are sent when those before cannot hold the error, or after `_WORTH` times their own bytes. Both ends keep them;
-no other message changes anything.
+New axes are sent with the first message, and when those before cannot hold the error; both ends keep them. Where they
+would cost more than they save in 4 messages, all that follow are by `simple`, as are those of few or short rows. Axes
+fit for a step of training, and are of little use later, when the weights have moved on.
 """
 
 import math
@@ -38,7 +39,9 @@ from ..errors import RemoteProtocolError
 from . import numbers
 from .base import Codec, Message, State
 from .entropy import ENTROPY
+from .fast import bfloat16_units
 from .fast import number_kernels as kernels
+from .hadamard import HADAMARD
 from .lossy import Lossy, at_most_raw, row_width
 from .models import BINS
 from .noise import words
@@ -47,8 +50,11 @@ from .scales import reaches, scales_of
 
 _Array = numbers.Array
 _SAME, _NEW, _SIMPLE = 0, 1, 2
-_WIDEST, _LEAST_ROWS, _WORTH = 1024, 32, 8
+_WIDEST, _LEAST_ROWS = 1024, 32
+_SHARED = 4
+"""Axes should pay within so many messages: those of a step."""
 _FINEST, _MOST = 10, 2.0**29
+_FINE = next(codec for codec in HADAMARD if codec.name == "hd6u")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Transform(Lossy):
     kind: str = "tc"
     error: float = 0.001
     bits: float = 1.0
-    """Typical bits per element."""
+    """Typical bits per element, axes included: of activations and gradients in training from scratch."""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,17 +76,16 @@ class Transform(Lossy):
 
     @property
     def simple(self) -> Codec:
-        """For what has few or short rows."""
-        same = [codec for codec in ENTROPY if codec.whole != self.sized]
-        return min(same, key=lambda codec: abs(codec.error - self.error))
+        """For what has few or short rows: no less exact."""
+        fine = [codec for codec in ENTROPY if codec.whole != self.sized and codec.error <= self.error]
+        return max(fine, key=lambda codec: codec.error) if fine else _FINE
 
     def write(
         self, x: torch.Tensor, peak: float, spec: TensorSpec, state: State, message: Message
     ) -> tuple[Sequence[torch.Tensor | bytes], State]:
         width = _width(spec)
-        if not width or peak == 0:
-            inner, _ = self.simple.encode(x, {}, message)
-            return [bytes([_SIMPLE]), *map(bytes, inner)], state
+        if not width or peak == 0 or "poor" in state:
+            return self._simply(x, spec, message), state
         exponent = exponent_of(peak)
         rows = x.view(-1, width) * math.ldexp(1.0, -exponent)
         sizes = b""
@@ -92,14 +97,11 @@ class Transform(Lossy):
         step = float(np.float32(math.sqrt(12 * self.error * total)))
         turn = state.get("turn")
         axes, coefficients = b"", None
-        if turn is not None and len(turn) == width and state["spent"][0] < _WORTH * state["spent"][1]:
+        if turn is not None and len(turn) == width:
             coefficients, step = self._project(rows, turn, int(state["rank"]), total, step)
         if coefficients is None:
             axes, turn, rank = self._axes(rows, step)
-            state = {
-                "turn": turn, "rank": torch.tensor(rank), "mark": torch.tensor(zlib.crc32(axes)),
-                "spent": torch.tensor([0, len(axes)]),
-            }  # fmt: skip
+            state = {"turn": turn, "rank": torch.tensor(rank), "mark": torch.tensor(zlib.crc32(axes))}
             coefficients, step = self._project(rows, turn, rank, total, step, final=True)
             assert coefficients is not None
         if self.unbiased:
@@ -108,20 +110,27 @@ class Transform(Lossy):
             nearest = (coefficients * (1 / step)).round_().clamp_(-_MOST, _MOST).to(torch.int32)
             values, bins = nearest.cpu().numpy(), None
         coded = numbers.write(values, bins)
-        spent = state["spent"] + torch.tensor([len(coded) + len(sizes), 0])
+        saved = self.simple.size_bytes(TensorSpec(spec.packed.shape, "float32")) - len(sizes) - len(coded)
+        if len(axes) > _SHARED * saved:
+            return self._simply(x, spec, message), {"poor": torch.tensor(True)}
         head = bytes([_NEW if axes else _SAME]) + int(state["mark"]).to_bytes(4, "little") + axes
         head += np.float32(step).astype("<f4").tobytes() + exponent.to_bytes(1, "little", signed=True)
-        return [head, sizes, coded], {**state, "spent": spent}
+        return [head, sizes, coded], state
+
+    def _simply(self, x: torch.Tensor, spec: TensorSpec, message: Message) -> list[bytes]:
+        inner, _ = self.simple.encode(x.view(spec.packed.shape), {}, message)
+        return [bytes([_SIMPLE]), *map(bytes, inner)]
 
     def read(
         self, body: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message
     ) -> tuple[torch.Tensor, State]:
         width, numel = _width(spec), spec.packed.numel
-        flat = TensorSpec((numel,), "float32")
         if body.nbytes and body[0] == _SIMPLE:
-            if not self.simple.accepts(flat, body.nbytes - 1):
+            own = TensorSpec(spec.packed.shape, "float32")
+            if not self.simple.accepts(own, body.nbytes - 1):
                 raise RemoteProtocolError("a message has another length")
-            return self.simple.decode(memoryview(bytearray(body[1:])), flat, device, {}, message)[0], state
+            x, _ = self.simple.decode(memoryview(bytearray(body[1:])), own, device, {}, message)
+            return x.view(-1), state
         if body.nbytes < 10 or not width or body[0] not in (_SAME, _NEW):
             raise RemoteProtocolError(f"{body.nbytes} bytes came that are no message in principal axes")
         at = 5
@@ -148,12 +157,12 @@ class Transform(Lossy):
         if at + used != body.nbytes:
             raise RemoteProtocolError("a message in principal axes has another length")
         v = torch.as_tensor(values, device=device).float() if u is None else restored(values, u, device)
-        return (_times(v.T, turn[:, :rank].T * float(step)) * scale).reshape(-1), state
+        return (_turned_back(v, turn[:, :rank], float(step)) * scale).reshape(-1), state
 
     def coded_bytes(self, spec: TensorSpec) -> int:
         numel, width = spec.packed.numel, _width(spec)
         if not width:
-            return 1 + self.simple.size_bytes(TensorSpec((numel,), "float32"))
+            return 1 + self.simple.size_bytes(TensorSpec(spec.packed.shape, "float32"))
         lanes = 0 if numel < 1 else 64
         return 30 + lanes + 2 * width + math.ceil(numel * self.bits / 8)
 
@@ -165,8 +174,8 @@ class Transform(Lossy):
     ) -> tuple[torch.Tensor | None, float]:
         """(axes, rows), and the step that gives the error; None if these axes cannot."""
         if self.unbiased:
-            return _times(turn.T, rows.T), step
-        coefficients = _times(turn[:, :rank].T, rows.T)
+            return _turned(rows, turn), step
+        coefficients = _turned(rows, turn[:, :rank])
         variance = coefficients.square().mean(1).double().cpu().numpy() / rows.shape[1]
         outside = max(total - float(variance.sum()), 0.0)
         if not final and outside > 0.5 * self.error * total:
@@ -179,8 +188,8 @@ class Transform(Lossy):
         width = rows.shape[1]
         sample = rows[:: max(len(rows) // (4 * width), 1)]
         linalg: Any = torch.linalg  # it has no types
-        variance, axes = linalg.eigh((_times(sample.T, sample) / len(sample)).double())
-        variance, axes = variance.flip(0).clamp_min(0).cpu().numpy(), axes.flip(1).T.cpu().numpy()
+        variance, axes = linalg.eigh(_times(sample.T, sample) / len(sample))
+        variance, axes = variance.flip(0).clamp_min(0).double().cpu().numpy(), axes.flip(1).T.double().cpu().numpy()
         least = step**2 / 12 * (0.25 if self.unbiased else 0.5)
         rank = max(int((variance > least).sum()), 1)
         # an axis off by a part of 2**-exponent in each element leaks that part of its variance to all others
@@ -202,14 +211,37 @@ def _read_axes(data: memoryview, width: int) -> tuple[torch.Tensor, int, int]:
 
 def _completed(codes: _Array, fine: _Array) -> torch.Tensor:
     """(d, d) float32, columns orthonormal; the first r span what (r, d) codes * 2**-fine do."""
-    axes = codes * np.exp2(-fine.astype(np.float64))[:, None]
-    return torch.as_tensor(np.linalg.qr(axes.T, mode="complete").Q.astype(np.float32))
+    axes = torch.as_tensor(codes * np.exp2(-fine.astype(np.float64))[:, None])
+    linalg: Any = torch.linalg  # not NumPy's, whose threads spin beside those of torch: 2 ms became 170
+    return linalg.qr(axes.T, mode="complete").Q.float()
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, in float32 where a caller's autocast would have it in bfloat16."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
+
+
+def _turned(rows: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """(axes, rows): the coefficients of rows. In bfloat16 where that is fast: its errors of 1e-5 are nothing beside
+    those of rounding."""
+    if rows.device.type == "cpu" and bfloat16_units():
+        half = turn.bfloat16()
+        return _times(half.T, rows.T.bfloat16()).float() / _lengths(turn, half)
+    return _times(turn.T, rows.T)
+
+
+def _turned_back(coefficients: torch.Tensor, turn: torch.Tensor, step: float) -> torch.Tensor:
+    """(rows, elements) of coefficients in steps, (axes, rows)."""
+    if coefficients.device.type == "cpu" and bfloat16_units():
+        half = turn.bfloat16()
+        return _times((coefficients * (step / _lengths(turn, half))).bfloat16().T, half.T).float()
+    return _times(coefficients.T, turn.T * step)
+
+
+def _lengths(turn: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """(axes, 1): what is left of each axis by rounding it; without this, all messages would be off the same way."""
+    return (turn * half).sum(0)[:, None]
 
 
 def _sizes(rows: torch.Tensor) -> tuple[_Array, torch.Tensor]:
@@ -281,9 +313,9 @@ def _width(spec: TensorSpec) -> int:
 TRANSFORM = tuple(
     Transform(kind=kind, error=error, bits=bits)
     for kind, rungs in (
-        ("tc", ((0.001, 1.2), (0.005, 0.7))),
-        ("tcu", ((0.001, 1.7), (0.0025, 1.4), (0.005, 1.2), (0.01, 1.0), (0.02, 0.9))),
-        ("tcm", ((0.05, 1.0), (0.1, 0.8), (0.2, 0.6), (0.4, 0.5))),
+        ("tc", ((0.001, 2.2), (0.005, 1.7))),
+        ("tcu", ((0.001, 2.4), (0.0025, 2.15), (0.005, 1.95), (0.01, 1.75), (0.02, 1.55))),
+        ("tcm", ((0.05, 1.75), (0.1, 1.5), (0.2, 1.3), (0.4, 1.08))),
     )
     for error, bits in rungs
 )

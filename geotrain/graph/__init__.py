@@ -3,10 +3,11 @@
 from .capture import capture
 from .cut import Cut, boundary_bytes, candidate_cuts, cut, stage_edges, stage_modules
 from .interpret import Program, RandomKey, seeded
-from .ir import OpGraph, StageGraph
+from .ir import LOGITS, OpGraph, StageGraph
 from .serial import from_bytes, graph_hash, to_bytes
 
 __all__ = [
+    "LOGITS",
     "Cut",
     "OpGraph",
     "Program",

@@ -23,7 +23,7 @@ from ..errors import CaptureError, GraphFormatError
 from .eager import as_in_eager_mode
 from .fake import on_fake_cpu
 from .functional import Functionalizer
-from .ir import Buffer, Constant, Op, OpGraph, Parameter, Ref, Value, op_refs
+from .ir import LOGITS, Buffer, Constant, Op, OpGraph, Parameter, Ref, Value, op_refs
 from .ops import DROPPED, GETITEM, REWRITES, STATISTICS, argument, base_name, draws_random, resolve, to_arg
 from .serial import tensor_bytes, tensor_spec
 
@@ -54,9 +54,9 @@ def split_loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     elif not isinstance(output, torch.Tensor):
         read = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
         loss = read("loss")
-        logits = read("logits")
+        logits = read(LOGITS)
         if isinstance(logits, torch.Tensor):
-            extras = {"logits": logits}
+            extras = {LOGITS: logits}
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise CaptureError(
             f"the model must return its loss, one number, but its forward gave {type(loss).__name__}"

@@ -13,6 +13,9 @@ from typing import Any, cast
 
 from ..base import TensorSpec
 
+LOGITS = "logits"
+"""The output that a model of text has beside its loss: [B, T, V]."""
+
 LITERAL = "literal"
 """The target of ops that hold a tensor's data: (shape, dtype, base64 of its bytes). Only init programs have them."""
 

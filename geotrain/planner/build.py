@@ -1,12 +1,13 @@
 """A graph, peers and links become a `Problem`. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from ..base import ITEM_BYTES, Link, Peer
+from ..base import ITEM_BYTES, Link, Peer, TensorSpec
 from ..blocks import NARROW, CostModel
 from ..codecs import get_codec
 from ..codecs.ladder import RAW, Rung, extra_steps
@@ -87,7 +88,8 @@ def instance(
     )
     sent = _crossing(graph)
     elements, raw, rest = _elements(graph, sent, points)
-    ladders = [_ladder(rungs) for rungs in (forward, backward)]
+    values = Counter(graph.values[name].spec for name, _, read in sent if read and _lossy(graph, name))
+    ladders = [_ladder(rungs, values) for rungs in (forward, backward)]
     memory = stage_memory(table, microbatches, lossy=any(len(ladder) > 1 for ladder in ladders))
     problem = Problem(
         names=tuple(peer.name for peer in peers),
@@ -116,11 +118,17 @@ def instance(
     return Instance(problem, tuple(points), table)
 
 
-def _ladder(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
-    """With the raw rung first. Raises `PlanError` for an unknown codec."""
-    for rung in rungs:
-        get_codec(rung.codec)
-    return (RAW, *(rung for rung in rungs if rung.codec != RAW.codec))
+def _ladder(rungs: Sequence[Rung], values: Mapping[TensorSpec, int]) -> tuple[Rung, ...]:
+    """With the raw rung first, and no fewer bytes than are typical of these values: some codecs need many rows. Raises
+    `PlanError` for an unknown codec."""
+    elements = sum(count * spec.packed.numel for spec, count in values.items())
+
+    def fitted(rung: Rung) -> Rung:
+        codec = get_codec(rung.codec)
+        typical = sum(count * codec.size_bytes(spec) for spec, count in values.items()) / max(elements, 1)
+        return replace(rung, bytes_per_element=max(rung.bytes_per_element, typical))
+
+    return (RAW, *(fitted(rung) for rung in rungs if rung.codec != RAW.codec))
 
 
 def network(peers: Sequence[Peer], links: Sequence[Link]) -> Network:

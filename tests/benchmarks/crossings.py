@@ -25,6 +25,7 @@ class Way:
     seed: int
     value: str
     direction: Direction
+    lasting: bool
     sender: State | None = None
     receiver: State | None = None
     nbytes: int = 0
@@ -33,7 +34,7 @@ class Way:
 
     def cross(self, x: Tensor, step: int, rows: tuple[int, ...]) -> Tensor:
         codec, spec = get_codec(self.codec), tensor_spec(x)
-        if self.sender is None or self.receiver is None:
+        if self.sender is None or self.receiver is None or not self.lasting:
             self.sender = self.receiver = codec.init(spec)
         key = message_key(self.seed, FrameKey(0, step, 0, self.value, self.direction))
         payload, self.sender = codec.encode(x, self.sender, Message(key, rows))
@@ -59,12 +60,15 @@ class _Cross(torch.autograd.Function):
 
 
 class Crossings:
-    """Cuts behind some modules. `step` and `rows` (the samples) are of the message that crosses next; evaluations do
-    not cross."""
+    """Cuts behind some modules, which a message crosses in each step. `step` and `rows` (the samples) are of the
+    message that crosses next; evaluations do not cross. `lasting`: codecs remember from step to step, as those of a
+    run do not."""
 
-    def __init__(self, modules: Sequence[nn.Module], forward: str, backward: str, seed: int) -> None:
-        self.forward = [Way(forward, seed, f"x{i}", "F") for i in range(len(modules))]
-        self.backward = [Way(backward, seed, f"x{i}", "B") for i in range(len(modules))]
+    def __init__(
+        self, modules: Sequence[nn.Module], forward: str, backward: str, seed: int, *, lasting: bool = False
+    ) -> None:
+        self.forward = [Way(forward, seed, f"x{i}", "F", lasting) for i in range(len(modules))]
+        self.backward = [Way(backward, seed, f"x{i}", "B", lasting) for i in range(len(modules))]
         self.step, self.rows = 0, ()
         self._on = True
         for i, module in enumerate(modules):

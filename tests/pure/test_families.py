@@ -1,5 +1,5 @@
-"""Families of models that nothing in the package knows by name: 5 steps on 3 stages equal one process, all weights and
-LoRA, with microbatches that hold different numbers of labels."""
+"""Families of models that nothing in the package knows by name: 5 steps on 3 stages equal one process, all weights,
+LoRA, and LoRA on a bfloat16 base, with microbatches that hold different numbers of labels."""
 
 import copy
 import random
@@ -32,14 +32,16 @@ FAMILIES = {
 LENGTH = 12
 
 
-def model(family, lora):
+def model(family, kind):
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
     net = getattr(transformers, f"{family}ForCausalLM")(config).train()
-    if not lora:
+    if kind == "full":
         return net
+    if kind == "lora-bfloat16":
+        net = net.to(torch.bfloat16)  # adapters stay float32
     import peft
 
     settings = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -58,10 +60,10 @@ def batch(step, microbatch):
     return {"input_ids": tokens, "labels": labels}
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "lora-bfloat16"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_three_stages_equal_one_process(family, lora):
-    net = model(family, lora)
+def test_three_stages_equal_one_process(family, kind):
+    net = model(family, kind)
     graph = capture(net, batch(0, 0))
     places = Places.of(graph)
     assert places is not None

@@ -28,7 +28,7 @@ LAYERS = [
     # shell
     "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache",
     "pretrained", "checkpoint", "transports.base", "transports.shaping", "transports.links", "transports",
-    "transports.memory", "transports.direct", "survey", "loops", "channel", "sharing", "inputs", "transfers",
+    "transports.memory", "transports.direct", "survey", "loops", "channel", "sharing", "inputs", "prompts", "transfers",
     "runfolder", "trained", "results", "stagethread",
     # processes
     "peer", "coordinator",

@@ -93,6 +93,15 @@ def test_a_table_a_drawing_and_the_simpler_plans(plan, tmp_path):
         plan("--graph", MODEL, "--check", "p.json")
 
 
+def test_several_pipelines_are_priced(plan):
+    """Fast peers that need no neighbour: each holds all of the model."""
+    said = plan("--graph", MODEL, "--sync-every", "500")
+    assert "with an exchange every 500 steps" in said and "2 pipelines" in said
+    assert sum(int(line.split()[0]) for line in said.splitlines() if " microbatches: " in line) == 4
+    often = plan("--graph", MODEL, "--sync-every", "1")
+    assert "pipelines would take" in often
+
+
 def test_what_if(plan):
     text = plan("--graph", MODEL, "--what-if", "peer attic speed x4", "--what-if", "remove shed")
     assert "if peer attic speed x4; remove shed" in text

@@ -29,6 +29,7 @@ EXAMPLES = [
     protocol.Ready(1, REPORT),
     protocol.Tried(1, Trial(3, 0, 2.0, 2.1, 0.1, (5.0, 5.1))),
     protocol.Scored(1, 4, (1.0, 2.0)),
+    protocol.Continued(1, 5, (7, 0)),
     protocol.Saved(1, 2, 0),
     protocol.Progress(1, 2, "computing"),
     protocol.Failed(1, "no memory"),
@@ -49,6 +50,7 @@ EXAMPLES = [
         (
             protocol.Gradients(3), protocol.Try(4), protocol.Codecs(("int8",), ("identity",)),
             protocol.Commit(3, 0.5, 1e-3, False), protocol.Evaluate(4, 2), protocol.Checkpoint(4), protocol.Train(4),
+            protocol.Continue(5, (3, 0)),
         ),
     ),
     protocol.Leave("done"),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.base import TensorSpec
-from geotrain.codecs import Message, fast, get_codec, numbers
+from geotrain.codecs import Message, fast, get_codec, numbers, transform
 from geotrain.errors import RemoteProtocolError
-from tests import reference_transform
+from tests import reference_codecs, reference_transform
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
 CPU = torch.device("cpu")
@@ -58,6 +58,26 @@ def test_fewer_bytes_than_without_turning_for_the_same_error() -> None:
     xs = [tokens(256, 64, seed=i) for i in range(2)]
     for name, other in (("tcu-005", "ec-005"), ("tcm-1", "ecm-1")):
         assert len(cross(name, xs)[1][1]) < 0.6 * len(cross(other, xs)[1][1])
+
+
+def test_where_axes_do_not_pay_none_are_sent() -> None:
+    """Few rows, and noise that has no axes: both as the simple codec would send them, each token at its own error."""
+    noise = [torch.randn(256, 128, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    for name, x in (
+        ("tcu-005", tokens(20, 64)),
+        ("tcm-1", tokens(20, 64)),
+        ("tcu-0025", noise[0]),
+        ("tcu-001", tokens(20, 64)),
+    ):
+        codec = get_codec(name)
+        simple = codec.simple  # pyright: ignore[reportAttributeAccessIssue]
+        (y, *_), (data, *_) = cross(name, [x])
+        assert data[:2] == b"\0\2"
+        assert data[3:] == b"".join(bytes(part) for part in simple.encode(x, {}, Message(KEY))[0])[1:]
+        read = reference_codecs.decode(simple.name, data[2:], tuple(x.shape), "float32", KEY)
+        assert np.array_equal(y.numpy().reshape(-1), read)
+        assert simple.unbiased and (y - x).square().sum() / x.square().sum() < 1.3 * codec.error  # pyright: ignore[reportAttributeAccessIssue]
+    assert [data[1] for data in cross("tcu-005", noise)[1]] == [2, 2]
 
 
 def test_what_came_in_unknown_axes_is_refused() -> None:
@@ -118,9 +138,12 @@ def test_golden_payloads_are_read(
         path.write_text("\n".join(data[i : i + 120] for i in range(0, len(data), 120)) + "\n")
     data = bytes.fromhex(path.read_text())
     spec = TensorSpec((40, 48), "float32")
-    y, _ = codec.decode(memoryview(bytearray(data)), spec, CPU, codec.init(spec), Message(KEY))
     expected = reference_transform.transform(data, (40, 48), kind.split("-")[0], KEY)
-    np.testing.assert_allclose(y.numpy().reshape(-1), expected, atol=1e-4)
+    y = x
+    for units, off in ((True, 1e-5), (False, 1e-12)):
+        monkeypatch.setattr(transform, "bfloat16_units", lambda units=units: units)
+        y, _ = codec.decode(memoryview(bytearray(data)), spec, CPU, codec.init(spec), Message(KEY))
+        assert np.square(y.numpy().reshape(-1) - expected).sum() < off * np.square(expected).sum()
     assert (y - x).square().sum() / x.square().sum() < 2 * codec.error  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -53,9 +53,10 @@ class Net(nn.Module):
         return ((self.out(self.norm(h) + first) - y) ** 2).mean()
 
 
-def batches(count, seed, width=12):
+def batches(count, seed, width=12, rows=2):
+    """`rows` of a microbatch."""
     generator = torch.Generator().manual_seed(seed)
-    size = 2 * MICROBATCHES
+    size = rows * MICROBATCHES
     return [
         {
             "x": torch.randint(0, 10, (size,), generator=generator),
@@ -65,9 +66,9 @@ def batches(count, seed, width=12):
     ]
 
 
-def net():
+def net(width=12):
     torch.manual_seed(1)
-    return Net()
+    return Net(width)
 
 
 def job(steps=6, peers=2, **sections):
@@ -90,19 +91,19 @@ class Slow(BatchSource):
         return super().train(step, microbatch)
 
 
-def source(seconds=0.0):
-    made = Slow(batches(3, seed=2), MICROBATCHES, held_out=batches(1, seed=3))
+def source(seconds=0.0, **size):
+    made = Slow(batches(3, seed=2, **size), MICROBATCHES, held_out=batches(1, seed=3, **size))
     made.seconds = seconds
     return made
 
 
-def coordinator(folder: Path, job, *, seconds=0.0, **options):
-    module = net()
+def coordinator(folder: Path, job, *, seconds=0.0, width=12, rows=2, **options):
+    module, data = net(width), source(seconds, width=width, rows=rows)
     if not (folder / "weights").is_dir():
         save_module(module, folder / "weights")
-    graph = capture(module, source().train(0, 0))
+    graph = capture(module, source(width=width, rows=rows).train(0, 0))
     return Coordinator(
-        job, graph=graph, source=source(seconds), run_dir=folder / "run",
+        job, graph=graph, source=data, run_dir=folder / "run",
         weights=WeightStore(folder / "weights"), **options,
     )  # fmt: skip
 

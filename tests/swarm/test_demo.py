@@ -80,9 +80,9 @@ def test_no_process_is_left(tmp_path, how):
         started = children(process.pid)
         assert len(started) >= 4
         os.kill(process.pid, how)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30  # 10 on a quiet machine
         while any(alive(pid) for pid in started) or process.poll() is None:
-            assert time.monotonic() < deadline, "a process is left 10 s after the end"
+            assert time.monotonic() < deadline, "a process is left 30 s after the end"
             time.sleep(0.1)
         assert process.wait() != 0
     finally:

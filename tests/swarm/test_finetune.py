@@ -53,10 +53,23 @@ def train(folder, name, model=None, train=None, **sections):
     return run_folder(job), result
 
 
+def happened(run_dir, kind):
+    rows = map(json.loads, (run_dir / EVENTS).read_text().splitlines())
+    return [row for row in rows if row["event"] == kind]
+
+
 def sent(run_dir, what):
     """Bytes that the coordinator sent to peers that loaded their stages."""
-    rows = map(json.loads, (run_dir / EVENTS).read_text().splitlines())
-    return sum(row[what] for row in rows if row["event"] == "Fetched")
+    return sum(row[what] for row in happened(run_dir, "Fetched"))
+
+
+@torch.no_grad()
+def likeliest(model, prompt, count):
+    """What a plain model of transformers says next, where a token is a byte."""
+    seen = list(prompt.encode())
+    for _ in range(count):
+        seen.append(int(model.eval()(torch.tensor([seen]), use_cache=False).logits[0, -1].argmax()))
+    return bytes(seen[len(prompt) :]).decode(errors="replace").partition("\n")[0]
 
 
 @torch.no_grad()
@@ -77,7 +90,8 @@ def test_lora_from_a_folder_to_folders(folder, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("HOME", str(folder))  # where peers keep their caches
-    run_dir, result = train(folder, "lora", {"lora": {"r": 4}}, evaluate={"every": 1, "keep_best": True})
+    evaluate = {"every": 1, "keep_best": True, "prompts": ["7+7", "a prompt"], "tokens": 5}
+    run_dir, result = train(folder, "lora", {"lora": {"r": 4}}, evaluate=evaluate)
     assert result.held_out[4] < result.held_out[0]
     checkpoint = latest(run_dir)
     assert checkpoint is not None
@@ -89,12 +103,16 @@ def test_lora_from_a_folder_to_folders(folder, monkeypatch):
     parameters = resume_job(run_dir).graph.parameters
     frozen = sum(p.spec.nbytes for p in parameters.values() if not p.requires_grad)
     tied = parameters["base_model.model.model.embed_tokens.weight"].spec.nbytes  # the first and the last stage read it
-    assert frozen <= sent(run_dir, "base_bytes") <= frozen + tied, "once a peer, and not what its machine has already"
+    alike = sum(p.spec.nbytes for name, p in parameters.items() if "norm" in name)  # all ones
+    came = sent(run_dir, "base_bytes")
+    assert frozen - alike <= came <= frozen + tied, "once a peer, and not what its machine has already"
     assert sent(run_dir, "state_bytes") == 0, "fresh adapters are made where they are used"
     assert best_so_far(run_dir) == (4, result.held_out[4])
     export(run_dir, folder / "merged")
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert held_out(merged, run_dir) == pytest.approx(result.held_out[4], abs=1e-5)
+    said = [(row["prompt"], row["text"]) for row in happened(run_dir, "Continued")]
+    assert said == [(prompt, likeliest(merged, f"{prompt}\n", 5)) for prompt in evaluate["prompts"]]
     export(run_dir, folder / "adapter", adapter=True)
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter")

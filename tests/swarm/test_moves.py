@@ -4,9 +4,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+import torch
 
 from geotrain import config, events, planner
 from geotrain.base import Peer
+from geotrain.graph import capture
 from geotrain.layout import lacking
 from geotrain.scheduler import Found, Scheduler
 
@@ -148,3 +150,32 @@ def test_codecs_change_between_steps(tmp_path):
     losses, _, _ = swarm.plain_loop(job)
     assert result.losses[:3] == losses[:3]
     assert result.losses == pytest.approx(losses, rel=0.02)
+
+
+@pytest.mark.parametrize("codecs", [("tcu-005", "tcm-1"), ("ec-01", "ecm-2")])
+def test_stages_that_move_send_the_same_bytes_with_lossy_codecs(tmp_path, codecs):
+    """Whatever a codec remembers: losses and weights are those of the run that nobody touched, to the last bit."""
+    job, size = swarm.job(steps=8, peers=2), {"width": 32, "rows": 64}
+    graph = capture(swarm.net(32), swarm.source(**size).train(0, 0))
+    plan = planner.plan(
+        graph, [Peer(name, 1e9, 1 << 30) for name in ("anna", "ben")], microbatches=swarm.MICROBATCHES, stages=2
+    )
+    forward, backward = codecs
+    stages = tuple(replace(s, codec_forward=forward, codec_backward=backward) for s in plan.stages)
+    plan = replace(plan, stages=stages)
+    names = [stage.peer for stage in stages]
+    places = zip(stages, reversed(names), strict=True)
+    swapped = replace(plan, stages=tuple(replace(stage, peer=name) for stage, name in places))
+
+    async def swap(runner, processes, seen):
+        await after(seen, 3)
+        await runner.go_over(swapped, "the other way round")
+
+    alone, seen, _ = swarm.train(tmp_path / "alone", job, plan=plan, **size)
+    reports = [report for event in of(events.StepCommitted, seen) for report in event.stages]
+    assert {use.codec for report in reports for use in report.codecs} >= {forward, backward}
+    other, seen, _ = swarm.train(tmp_path / "moved", job, during=swap, seconds=0.05, plan=plan, **size)
+    assert moved(seen) == [names, names[::-1]]
+    assert other.losses == alone.losses
+    ours, theirs = alone.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
