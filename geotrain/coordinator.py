@@ -29,8 +29,9 @@ from .results import Result
 from .runfolder import RunFolder
 from .scheduler import Found, Scheduler
 from .topology import Topology
-from .transfers import Base, GradientWriter, Shelf, Upload, checkpoint_sink
+from .transfers import Base, Shelf
 from .transports.direct import DirectTransport
+from .uploads import Uploads
 from .weights import WeightStore
 
 HEARTBEAT_S = 1.0
@@ -133,8 +134,10 @@ class Coordinator:
         self._base = Base(graph, weights)
         self._holdings = Holdings()
         self._shelf = Shelf(None, {}, self._base)
-        self._uploads: dict[tuple[int, bool], Upload] = {}
-        self._last_checkpoint: Upload | None = None
+        self._uploads = Uploads(
+            run_dir, self._result.gradients_dir, graph.ties, run=job.run.name, seed=job.run.seed,
+            graph_hash=self._folder.graph_hash, config_digest=self._folder.config_digest,
+        )  # fmt: skip
 
     # The doors.
 
@@ -238,10 +241,9 @@ class Coordinator:
 
     async def store(self, request: protocol.Store, chunks: AsyncIterator[bytes]) -> None:
         self._check_token(request.run, request.token)
-        upload = self._uploads.get((request.step, request.gradients))
-        if request.epoch != self._state.epoch or upload is None:
-            raise RemoteError(f"no upload at step {request.step} is expected")
-        await upload.receive(request, chunks)
+        if request.epoch != self._state.epoch:
+            raise RemoteError(f"epoch {request.epoch} is over")
+        await self._uploads.receive(request, chunks)
 
     def _check_token(self, run: str, token: bytes) -> None:
         if run != self.job.run.name or not same_token(token, self._token):
@@ -343,7 +345,7 @@ class Coordinator:
                 self._feeder.start(epoch, step, self._layout.readers())
             case runstate.Instruct(epoch, instructions):
                 layout = self._layouts[epoch]
-                self._expect_uploads(layout, instructions)
+                self._uploads.expect(layout.stages, instructions)
                 for name in layout.names:
                     if name in self._sessions:
                         self._sessions[name].send(protocol.Instruct(epoch, instructions))
@@ -520,7 +522,7 @@ class Coordinator:
 
     def _begin(self, layout: Layout, reason: str) -> None:
         self._layouts = {layout.plan.epoch: layout}
-        self._abort_uploads()
+        self._uploads.abort()
         self._feeder.stop()
         self._shelf.close()
         self._shelf = Shelf(None, {}, self._base)
@@ -594,37 +596,12 @@ class Coordinator:
             step += 1
         self._post(runstate.Continued(tuple(self._prompts.written())))
 
-    # Uploads.
-
-    def _expect_uploads(self, layout: Layout, instructions: Sequence[protocol.Instruction]) -> None:
-        for instruction in instructions:
-            if isinstance(instruction, protocol.Checkpoint):
-                sink = checkpoint_sink(
-                    self.run_dir, layout.stages, run=self.job.run.name, step=instruction.step,
-                    seed=self.job.run.seed, graph_hash=self._folder.graph_hash,
-                    config_digest=self._folder.config_digest, ties=self.graph.ties,
-                )  # fmt: skip
-                self._last_checkpoint = Upload(layout.stages, sink, before=self._last_checkpoint)
-                self._uploads[instruction.step, False] = self._last_checkpoint
-            if isinstance(instruction, protocol.Gradients):
-                self._uploads[instruction.step, True] = Upload(
-                    layout.stages, lambda specs: GradientWriter(self._result.gradients_dir, specs)
-                )
-
     async def _write(self, step: int) -> None:
-        gradients = self._uploads.pop((step - 1, True), None)
-        if gradients is not None:
-            await gradients.finish()
-        path = await self._uploads.pop((step, False)).finish()
+        path = await self._uploads.finish(step)
         self._checkpoints[step] = path
         self._result.checkpoint = path
         await asyncio.to_thread(prune, self.run_dir, self.job.checkpoint.keep)
         self._post(runstate.CheckpointWritten(step, path, sum(file.stat().st_size for file in path.iterdir())))
-
-    def _abort_uploads(self) -> None:
-        for upload in self._uploads.values():
-            upload.abort()
-        self._uploads.clear()
 
     # What happens is told.
 
@@ -647,7 +624,7 @@ class Coordinator:
     async def _close(self) -> None:
         self._closed = True
         self._feeder.stop()
-        self._abort_uploads()
+        self._uploads.abort()
         for task in self._tasks:
             task.cancel()
         self._say()

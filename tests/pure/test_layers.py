@@ -29,7 +29,7 @@ LAYERS = [
     "disk", "machine", "probe", "models", "corpus", "data", "rows", "executor", "ledger", "weights", "cache",
     "pretrained", "checkpoint", "transports.base", "transports.shaping", "transports.links", "transports",
     "transports.memory", "transports.direct", "survey", "loops", "channel", "sharing", "inputs", "prompts", "transfers",
-    "runfolder", "trained", "results", "stagethread",
+    "uploads", "runfolder", "trained", "results", "stagethread",
     # processes
     "peer", "coordinator",
     # faces

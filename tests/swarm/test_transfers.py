@@ -11,7 +11,8 @@ from geotrain.checkpoint import latest
 from geotrain.errors import CheckpointError, LocalError, RemoteError, RemoteProtocolError
 from geotrain.graph import capture, cut
 from geotrain.protocol import CHUNK_BYTES, NamedSpec, Store
-from geotrain.transfers import GradientWriter, Shelf, Upload, checkpoint_sink, state_spec_problem
+from geotrain.transfers import Shelf, state_spec_problem
+from geotrain.uploads import GradientWriter, Upload, checkpoint_sink
 from geotrain.weights import WeightStore, save_module
 
 
