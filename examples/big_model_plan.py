@@ -86,9 +86,7 @@ def report(name: str, machines: list[Peer]) -> None:
     start = time.monotonic()
     graph = llama(name)
     trained = sum(p.spec.numel for p in graph.parameters.values() if p.requires_grad)
-    print(
-        f"\n{name}: {graph.num_parameters / 1e9:.1f} billion parameters, {trained / 1e6:.1f} million of them trained; "
-    )
+    print(f"\n{name}: {graph.num_parameters / 1e9:.1f} billion parameters, {trained / 1e6:.1f} million of them trained")
     print(f"captured without memory for them in {time.monotonic() - start:.0f} s")
     tokens = CONTEXT * MICROBATCHES
     links = [
@@ -121,7 +119,7 @@ def main() -> None:
         report("1B", peers(("RTX 4090", 1), ("RTX 3060", 2)))
         return
     report("7B", peers(("RTX 4090", 1), ("RTX 3090", 1), ("RTX 4070", 1), ("RTX 3060", 3)))
-    report("70B", peers(("RTX 4090", 4), ("RTX 3090", 6)))
+    report("70B", peers(("RTX 4090", 4), ("RTX 3090", 8)))
 
 
 if __name__ == "__main__":
