@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks [--only NAME ...] [--short] [--json FILE] [--keep]
 
-The short form takes a minute for each at most and shows that it works. CI runs it, and it fails where a ratio is more
-than the one in `kept.json`; `--keep` writes that file: three times what was measured now.
+The short form takes a minute for each at most and shows that it works; it fails where a ratio is more than the one in
+`kept.json`. `--keep` writes that file: three times what was measured now.
 """
 
 import argparse

@@ -492,7 +492,7 @@ def test_shaped_rate_and_delay(run: Run) -> None:
         # The delay comes once: frames follow each other while others are under way.
         await takes(members, {("a", "b"): 9}, 250_000, [9 * 250_000 / 3e6 + 0.040])
         one = (await timed(members, {("a", "b"): 1}, 4000))["a", "b"]
-        assert 0.040 <= one < 0.100
+        assert 0.040 <= one < 0.200
         await takes(members, {("b", "a"): 30}, 1_000_000, [30 * 1_000_000 / 125e6 + 0.005])
 
     shaped(body, run)
@@ -517,8 +517,8 @@ def test_link_use_tells_how_long_a_shaped_link_was_busy(run: Run) -> None:
         await members["b"].until(lambda: len(members["b"].frames) == 5)
         (use,) = [use for use in members["b"].transport.used() if use.src == "a"]
         assert (use.nbytes, use.timed_bytes) == (1_800_040, 1_800_000)
-        assert use.timed_bytes / use.busy_s == pytest.approx(3e6, rel=0.1)
-        assert use.delay_s == pytest.approx(0.040, abs=0.015)  # one clock: no offset
+        assert use.timed_bytes / use.busy_s == pytest.approx(3e6, rel=0.3)
+        assert 0.039 < use.delay_s < 0.1  # one clock: no offset
         assert [use.nbytes for use in members["b"].transport.used() if use.src == "a"] == [0]
 
     shaped(body, run)
