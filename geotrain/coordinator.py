@@ -347,8 +347,7 @@ class Coordinator:
                 layout = self._layouts[epoch]
                 self._uploads.expect(layout.stages, instructions)
                 for name in layout.names:
-                    if name in self._sessions:
-                        self._sessions[name].send(protocol.Instruct(epoch, instructions))
+                    self._say_to(name, protocol.Instruct(epoch, instructions))
             case runstate.LedgerCommit(row, losses):
                 seed = self.job.run.seed
                 samples = [f"{seed}/{row.step}/{i}" for i in range(len(losses))]
@@ -564,8 +563,8 @@ class Coordinator:
             )  # fmt: skip
             self._sessions[stage.peer].send(message)
         for name in self._linked:
-            if name not in layout.names and name in self._sessions:
-                self._sessions[name].send(protocol.Release(plan.epoch, step, roster, given.get(name, ())))
+            if name not in layout.names:
+                self._say_to(name, protocol.Release(plan.epoch, step, roster, given.get(name, ())))
 
     def _holders(self, name: str, tensors: Sequence[protocol.NamedSpec]) -> tuple[protocol.Holder, ...]:
         addresses = self._roster(self._state.members)
@@ -589,8 +588,7 @@ class Coordinator:
             inputs, places = batch
             self._continued = self._loop.create_future()
             for name in layout.names:
-                if name in self._sessions:
-                    self._sessions[name].send(protocol.Instruct(epoch, (protocol.Continue(step, places),)))
+                self._say_to(name, protocol.Instruct(epoch, (protocol.Continue(step, places),)))
             await self._feeder.deliver(FrameKey(epoch, step, 0, "", "E"), inputs, layout.readers())
             self._prompts.add(await self._continued)
             step += 1

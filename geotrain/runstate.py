@@ -23,8 +23,8 @@ class Settings:
     lossy codecs do is tried every `try_every` steps: a trial costs less than two steps, so this is 1%. The run is
     evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at its end and
     every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
-    evaluations in a row have not lowered the held-out loss. If it `continues`
-    texts, it does so last. `parameters` is the model's order, in which `clip` adds norms."""
+    evaluations in a row have not lowered the held-out loss. If it `continues` texts, it does so
+    last. `parameters` is the model's order, in which `clip` adds norms."""
 
     steps: int
     peers: int
