@@ -1,12 +1,13 @@
 """The best cuts and codecs for peers in a given order, by dynamic programming from the end. Pure."""
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
 from .exact import Found, found, over_periods
 from .problem import Floats, Problem
-from .tables import AtPeriod, Tables
+from .tables import CLOSE, AtPeriod, Tables
 
 PLACES = 250
 """Borders times pairs of codecs that are always affordable: all pairs of a short model."""
@@ -26,18 +27,59 @@ def along(
     tables = Tables(problem.take(order))
     most = max(6 if len(order) <= 8 else 3 if len(order) <= 14 else 2, PLACES // problem.borders)
 
+    k = np.arange(len(order) - 1)
+    longest = tables.transfer[0][k, k + 1]
+
     def sweep(period: float, limit: float, weight: float) -> tuple[float, Found] | None:
-        return _sweep(problem, order, tables.at(period, weight, most), limit)
+        losses = np.where(longest <= period * CLOSE, problem.pair_cost, np.inf).min(axis=(1, 2))
+        if losses.sum() > problem.loss_budget:
+            return None
+        return _sweep(problem, order, tables.at(period, weight, most, path=True), limit)
 
     return over_periods(tables, sweep, known, tolerance, runs, high)
 
 
-def nearby(problem: Problem, best: Found) -> Found:
-    """With one peer fewer or one more, if that is better: a budget for losses leaves gaps that one search does not see
-    into (13 % of a step was the largest)."""
-    order, others = list(best.order), set(range(problem.size)) - set(best.order)
-    orders = [order, *(order[:k] + order[k + 1 :] for k in range(len(order)) if len(order) > 1)]
-    orders += [[*order[:k], peer, *order[k:]] for peer in sorted(others) for k in range(len(order) + 1)]
+def nearby(problem: Problem, best: Found, *, longer: bool = True, exchanged: bool = True, passes: int = 4) -> Found:
+    """With one peer fewer or one more (`longer`), or with one in the place of another (`exchanged`), until none of them
+    is better: a budget for losses leaves gaps that one search does not see into."""
+    for _ in range(passes):
+        was, order = best, list(best.order)
+        others, places = sorted(set(range(problem.size)) - set(order)), range(len(order))
+        orders: list[list[int]] = []
+        if longer:
+            orders += [order[:k] + order[k + 1 :] for k in places if len(order) > 1]
+            orders += [[*order[:k], peer, *order[k:]] for peer in others for k in (*places, len(order))]
+        if exchanged:
+            orders += [[*order[:k], peer, *order[k + 1 :]] for peer in others for k in places]
+            orders += [
+                [*order[:i], order[j], *order[i + 1 : j], order[i], *order[j + 1 :]] for i, j in combinations(places, 2)
+            ]
+        for tried in orders:
+            best = along(problem, tried, best, tolerance=1e-3, runs=12) or best
+        if best is was:
+            break
+    return best
+
+
+def resized(problem: Problem, best: Found) -> Found:
+    """With any number of peers, if that is better: those left out join by speed, each where raw tensors take least,
+    and those there leave, the slowest first. One peer more or fewer may not help where two do."""
+    ids, inner = np.arange(problem.size), slice(1, problem.borders - 1)
+    rate = problem.network.rates(ids[:, None], ids)
+    ahead, back = (float(np.median(sizes[0, inner])) for sizes in (problem.forward_sizes, problem.backward_sizes))
+    latency = problem.network.latencies(ids[:, None], ids)
+    seconds = ahead / rate + back / rate.T + latency + latency.T
+    fast = sorted(range(problem.size), key=lambda i: (-problem.speed[i], i))
+    order, orders = list(best.order), list[list[int]]()
+    for peer in (peer for peer in fast if peer not in best.order):
+        before, after = [0.0, *seconds[order, peer]], [*seconds[peer, order], 0.0]
+        between = [0.0, *seconds[order[:-1], order[1:]], 0.0]
+        at = int(np.argmin(np.add(before, after) - between))
+        order = [*order[:at], peer, *order[at:]]
+        orders.append(order)
+    for count in range(1, len(best.order)):
+        gone = set([peer for peer in fast if peer in best.order][-count:])
+        orders.append([peer for peer in best.order if peer not in gone])
     for tried in orders:
         best = along(problem, tried, best, tolerance=1e-3, runs=12) or best
     return best

@@ -28,7 +28,7 @@ TOLERANCE = 1e-6
 """Periods that could improve a step by less are not tried."""
 
 LOSS_FACTORS = tuple(1.3**k for k in range(9))
-"""A boundary's loss counts as so many times the seconds it costs, the next one where a plan is over the budget."""
+"""A boundary's loss counts as so many times the seconds it costs: the least of them that keeps to the budget."""
 
 LOSSY_TOLERANCE, LOSSY_RUNS = 1e-3, 24
 """With codecs sweeps take longer and their bound is looser."""
@@ -104,17 +104,18 @@ def over_periods(
         if bound >= top * (1 - tolerance) or end <= start:
             continue
         runs -= 1
-        cost, period, filled = np.inf, end, 0.0
-        for factor in LOSS_FACTORS:
-            pipeline = sweep(end, top - many * start, factor * (many * start + least))
-            if pipeline is None:
-                break
-            cost, plan = min(cost, pipeline[0]), pipeline[1]
+        extra_step_s, limit = many * start + least, top - many * start
+        pipeline = sweep(end, limit, extra_step_s)
+        if pipeline is None:
+            continue
+        cost, plan = pipeline
+        if not np.isfinite(plan.value):
+            plan = _within_budget(problem, sweep, end, limit, extra_step_s)
+        period, filled = end, 0.0
+        if plan is not None:
             best = better(best, plan)
-            if np.isfinite(plan.value):
-                period, filled = min(period, plan.price.period_seconds), plan.price.fill_seconds
-                break
-        if many == 0 or not np.isfinite(cost):
+            period, filled = min(end, plan.price.period_seconds), plan.price.fill_seconds
+        if many == 0:
             continue
         # at its own period a plan may have to recompute, and fill longer than was promised: then another may be better
         again = filled > cost * (1 + 1e-9) and period < end * (1 - 1e-6)
@@ -123,6 +124,23 @@ def over_periods(
         for a, b in ((start, middle), (middle, end)):
             heapq.heappush(heap, (many * a + least, next(order), a, b, least))
     return best if best is not None and np.isfinite(best.value) else None
+
+
+def _within_budget(problem: Problem, sweep: SweepAt, period: float, limit: float, extra_step_s: float) -> Found | None:
+    """The plan of the least factor whose plan is within the loss budget; so are those of larger ones."""
+    low, high, best = 1, len(LOSS_FACTORS) - 1, None
+    k = high
+    while low <= high:
+        factor = LOSS_FACTORS[k]
+        pipeline = sweep(period, limit + (factor - 1) * extra_step_s * problem.loss_budget, factor * extra_step_s)
+        if pipeline is not None and np.isfinite(pipeline[1].value):
+            best, high = pipeline[1], k - 1
+        elif best is None:
+            return None
+        else:
+            low = k + 1
+        k = (low + high) // 2
+    return best
 
 
 def better(a: Found | None, b: Found) -> Found | None:

@@ -10,6 +10,7 @@ The effort is counted in rounds, not in seconds: the same input gives the same p
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,26 @@ def search(problem: Problem, deadline_s: float, seed: int, near: Sequence[int] =
     chosen = useful(problem, near)
     part = problem.take(chosen) if len(chosen) < problem.size else problem
     number = {peer: i for i, peer in enumerate(chosen)}
-    best = _Search(part, deadline_s, seed).best([number[p] for p in near])
+    start = [number[p] for p in near]
+    raw = None
+    if len(problem.pairs) > 1:  # a tight loss budget leads paths astray
+        plain = replace(part, forward=part.forward[:1], backward=part.backward[:1])
+        raw = _Search(plain, deadline_s / 2, seed).best(start)
+        start = start or ([] if raw is None else list(raw.order))
+    searching = _Search(part, deadline_s, seed)
+    best = searching.best(start)
+    if raw is not None:
+        best = along(part, raw.order, better(best, found(part, list(raw.order), list(raw.cuts), list(raw.codecs))))
+    best = searching.finish(best)
     if best is None:
         return None
     order = [chosen[i] for i in best.order]
     return found(problem, order, list(best.cuts), list(best.codecs))
+
+
+def paths(problem: Problem, deadline_s: float, seed: int) -> Found | None:
+    """Only the local search: a beginning for others."""
+    return _Search(problem, deadline_s, seed).best([])
 
 
 def useful(problem: Problem, near: Sequence[int] = ()) -> list[int]:
@@ -89,7 +105,7 @@ class _Search:
         self.many = problem.microbatches - 1
 
     def best(self, near: Sequence[int]) -> Found | None:
-        """Rounds of local search from several paths; then exact cuts."""
+        """Rounds of local search from several paths, and exact cuts of the best ones."""
         problem = self.problem
         singles = [found(problem, [i], [], []) for i in np.argsort(-problem.speed, kind="stable")[:8]]
         best: Found | None = None
@@ -133,9 +149,12 @@ class _Search:
         finals = sorted(pool, key=lambda path: pool[path])[: 2 + self.rounds // 30]
         for path in finals:
             best = along(problem, path, best, tolerance=1e-3, runs=14, high=pool[path] / max(self.many, 1) * 1.2)
-        return self._finish(best)
+        if best is None:  # memory or the loss budget allow less than the scores say
+            for path in finals:
+                best = along(problem, path, best, tolerance=1e-3, runs=14)
+        return best
 
-    def _finish(self, best: Found | None) -> Found | None:
+    def finish(self, best: Found | None) -> Found | None:
         """Few chosen peers: the exact search, with some of those left out."""
         if best is None:
             return best

@@ -19,15 +19,18 @@ from ..graph import OpGraph, graph_hash
 from ..schedule import default_windows
 from .bound import lower_bound
 from .build import Instance, borders, check_peers, instance
-from .chain import along, nearby
+from .chain import along, nearby, resized
 from .exact import EXACT_PEERS, TOLERANCE, Found, exact, found
 from .explain import explain, why_nothing_fits
-from .heuristic import search, useful
+from .heuristic import paths, search, useful
 from .polish import polish
 from .problem import Problem
 
-COARSE_BORDERS = 26
-"""With many subsets of peers to try, only so many borders; the best order is then cut at all of them."""
+COARSE_BORDERS, FINE_BORDERS = 26, 80
+"""With many subsets of peers or codecs to try, only so many borders; then, around the best order, more, and all."""
+
+LOSSY_EXACT_PEERS = 10
+"""Of more, the exact search with codecs takes long."""
 
 ENOUGH = 12
 """Pieces for twice so many stages are enough to choose from, however many peers there are."""
@@ -104,18 +107,7 @@ def _order(near: Plan | None, problem: Problem) -> list[int]:
 
 def _best(problem: Problem, stages: int | None, deadline_s: float, seed: int, near: list[int]) -> Found | None:
     if problem.size <= EXACT_PEERS:
-        coarse = _coarse(problem, 1 if problem.size <= 8 else stages or 1)
-        few = _fewer_borders(problem, coarse)
-        rough = exact(few, stages=stages, tolerance=1e-3 if few is not problem else TOLERANCE)
-        if rough is not None and stages is None and len(problem.pairs) > 1 and problem.size <= 8:
-            rough = nearby(few, rough)
-        if rough is None and few is not problem:
-            rough = exact(problem, stages=stages)
-            return rough
-        if rough is None or few is problem:
-            return rough
-        known = found(problem, list(rough.order), [coarse[c] for c in rough.cuts], list(rough.codecs))
-        return along(problem, rough.order, known)
+        return _of_few_peers(problem, stages, deadline_s, seed)
     if stages is None:
         return search(problem, deadline_s, seed, near)
     chosen = useful(problem)
@@ -127,11 +119,45 @@ def _best(problem: Problem, stages: int | None, deadline_s: float, seed: int, ne
     return along(problem, ranked[:stages])
 
 
-def _coarse(problem: Problem, least: int) -> list[int]:
+def _of_few_peers(problem: Problem, stages: int | None, deadline_s: float, seed: int) -> Found | None:
+    """Exact if nothing is compressed. Codecs share a loss budget, which the exact search knows only as a price: there
+    what it and the local search find is changed for as long as that helps."""
+    lossy, free = len(problem.pairs) > 1, stages is None
+    if not lossy and problem.size <= 8:
+        return exact(problem, stages=stages)
+    keep = _narrow(problem, max(COARSE_BORDERS, 2 * (stages or 1)))
+    few = _fewer_borders(problem, keep)
+    tolerance = TOLERANCE if few is problem else 1e-3
+    if lossy and problem.size > LOSSY_EXACT_PEERS:
+        raw = exact(replace(few, forward=few.forward[:1], backward=few.backward[:1]), stages=stages)
+        starts = [raw and found(few, list(raw.order), list(raw.cuts), list(raw.codecs))]
+        starts += [paths(few, deadline_s, seed)] if free else []
+    else:
+        starts = [exact(few, stages=stages, tolerance=tolerance)]
+    known = [start for start in starts if start is not None]
+    if not known:
+        return None if few is problem else exact(problem, stages=stages)
+    if lossy:
+        known = [nearby(few, start, longer=free) for start in known]
+    best = min(known, key=lambda made: made.value)
+    if lossy and free and (other := resized(few, best)) is not best:
+        best = nearby(few, other)
+    for most in (FINE_BORDERS, problem.borders) if lossy and free else (problem.borders,):
+        if len(keep) == problem.borders:
+            break
+        cuts = [keep[cut] for cut in best.cuts]
+        keep = sorted({*cuts, *_narrow(problem, most)})
+        few = _fewer_borders(problem, keep)
+        best = found(few, list(best.order), [keep.index(cut) for cut in cuts], list(best.codecs))
+        best = along(few, best.order, best) or best
+        if len(keep) < problem.borders:
+            best = nearby(few, best, exchanged=False, passes=2)
+    return best if few is problem else found(problem, list(best.order), [keep[c] for c in best.cuts], list(best.codecs))
+
+
+def _narrow(problem: Problem, most: int) -> list[int]:
     """The borders to use: all if they are few; else narrow ones at even distances."""
     last = problem.borders - 1
-    few = last + 1 if len(problem.pairs) == 1 else COARSE_BORDERS
-    most = few if problem.size <= 8 else max(COARSE_BORDERS, 2 * least)
     if last < most:
         return list(range(last + 1))
     crossing = problem.forward_bytes + problem.backward_bytes

@@ -41,12 +41,13 @@ class Tables:
         latency = (self.latency + self.latency.T)[:, :, None, None]
         return np.maximum(there, home), there + home + latency
 
-    def at(self, period: float, weight: float, most_pairs: int) -> "AtPeriod":
-        """`weight`: seconds that a whole extra step counts for."""
+    def at(self, period: float, weight: float, most_pairs: int, path: bool = False) -> "AtPeriod":
+        """`weight`: seconds that a whole extra step counts for. In a `path` each peer sends to the next one only."""
         problem = self.problem
         longest, total = self.transfer
         links = np.where(longest <= period * CLOSE, total + weight * problem.pair_cost, np.inf)
-        used = _useful(links, most_pairs)
+        k = np.arange(problem.size - 1)
+        used = _useful(links[k, k + 1] if path else links, most_pairs)
         links = links[..., used]
         ahead, back = self.ahead[used].T, self.back[used].T  # (B, U)
         late, early = problem.receiver_seconds[used].T, problem.sender_seconds[used].T
@@ -89,11 +90,18 @@ class AtPeriod:
 
 
 def _useful(links: Floats, most: int) -> list[int]:
-    """The raw pair, and those that are the best of some link at some border, the most frequent first."""
-    if links.shape[-1] == 1:
-        return [0]
-    inner = links[:, :, 1:-1]
-    best = inner.argmin(axis=-1)[np.isfinite(inner.min(axis=-1))]
-    counts = np.bincount(best.ravel(), minlength=links.shape[-1])
-    order = [int(p) for p in np.argsort(-counts, kind="stable") if counts[p] and p != 0]
-    return sorted([0, *order[: most - 1]])
+    """The raw pair, and those with which most is won over all links and borders, one after the other. To be able to
+    use a link at all counts more than anything."""
+    seconds = links[..., 1:-1, :].reshape(-1, links.shape[-1])
+    seconds = seconds[np.isfinite(seconds).any(axis=1)]
+    never = 10 * float(seconds.max(initial=0.0, where=np.isfinite(seconds)))
+    seconds = np.where(np.isfinite(seconds), seconds, never)
+    used, least = [0], seconds[:, 0]
+    while len(used) < most:
+        won = np.maximum(least[:, None] - seconds, 0.0).sum(axis=0)
+        pair = int(won.argmax())
+        if won[pair] <= 0:
+            break
+        used.append(pair)
+        least = np.minimum(least, seconds[:, pair])
+    return sorted(used)

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from geotrain.codecs.ladder import RAW, Rung
 from geotrain.planner.bound import lower_bound
+from geotrain.planner.chain import along
 from geotrain.planner.exact import exact, found
-from geotrain.planner.heuristic import search
+from geotrain.planner.heuristic import paths, search
+from geotrain.planner.make import _best
 from geotrain.planner.price import price
 from geotrain.planner.problem import Network, Problem
 from tests.benchmarks.exhaustive import exhaustive
+from tests.benchmarks.planning import instance
 
 
 def random_problem(seed: int, peers: int = 4, blocks: int = 5, codecs: bool = False) -> Problem:
@@ -114,3 +117,28 @@ def test_local_search_is_repeatable_and_near_the_bound() -> None:
     one, two = search(problem, 0.2, 0), search(problem, 0.2, 0)
     assert one is not None and two is not None and one.order == two.order and one.cuts == two.cuts
     assert one.value <= 1.2 * lower_bound(problem, one.value)
+
+
+def test_one_loss_budget_for_many_alike_links_is_not_spent_on_too_many_of_them() -> None:
+    """With all of the peers, the budget is too small to compress each link; with two fewer, it is not."""
+    peers, blocks = 12, 24
+    place = np.arange(blocks + 1.0)
+    rate, half = np.full(peers, 5e6), Rung("a", 1.0, 0, 0, 0.003)
+    problem = replace(
+        random_problem(0, peers, blocks, codecs=True), speed=np.full(peers, 1e12), memory=np.full(peers, 4e9),
+        network=Network(rate, rate, np.tile(rate, (peers, 1)), np.zeros((peers, peers))),
+        work=1e11 * place[None], forward=(RAW, half), backward=(RAW, half), max_extra_steps=0.06, microbatches=32,
+    )  # fmt: skip
+    made = _best(problem, None, 1.0, 0, [])
+    assert made is not None and made.price.loss <= 0.06
+    some = [along(problem, range(count)) for count in range(1, peers + 1)]
+    assert made.value <= min(plan.value for plan in some if plan is not None) * 1.01
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_codecs_never_lead_many_peers_astray(seed: int) -> None:
+    codecs = Rung("a", 1.0, 0, 0, 0.004), Rung("b", 0.3, 0, 0, 0.01)
+    raw = instance(seed)
+    problem = replace(raw, forward=(*raw.forward, *codecs), backward=(*raw.backward, *codecs))
+    plain, made = paths(raw, 0.05, 0), search(problem, 0.1, 0)
+    assert plain is not None and made is not None and made.value <= plain.value * (1 + 1e-9)
