@@ -3,6 +3,7 @@
 All have one torch thread a process. On N cores a perfect split over K peers takes the plain loop's seconds divided by
 the smaller of the two; what is above that is the pipeline's own fill and drain, waiting, and the CPU time that frames,
 checks and reports cost. CPU seconds are those of all peers and the coordinator, from one committed step to a later one.
+Cores share caches and memory: what that alone costs is seen where each core runs a plain loop.
 """
 
 import asyncio
@@ -11,12 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from geotrain import config, events, optim
+from geotrain import config, events, loops, optim
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
 from geotrain.graph import OpGraph, capture
@@ -60,6 +63,15 @@ def plain(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig) ->
     return Cost(*(statistics.median(values) for values in zip(*costs[1:], strict=True)))
 
 
+def plain_on_each_core(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig) -> Cost:
+    """A step of one of as many plain loops as there are cores, at the same time."""
+    cores = os.cpu_count() or 1
+    with ProcessPoolExecutor(cores, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        loops = [pool.submit(plain, net, data, train) for _ in range(cores)]
+        costs = [loop.result() for loop in loops]
+    return Cost(*(statistics.fmean(values) for values in zip(*costs, strict=True)))
+
+
 def split(graph: OpGraph, data: BatchSource, train: config.TrainConfig, peers: int, weights: Path) -> Cost:
     """A step on peers: the median seconds, and the mean CPU seconds of all processes, of all but the first."""
     job = config.JobConfig(
@@ -89,7 +101,7 @@ def split(graph: OpGraph, data: BatchSource, train: config.TrainConfig, peers: i
             await runner.run()
 
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(asyncio.wait_for(whole(Path(folder)), 600))
+        loops.run(asyncio.wait_for(whole(Path(folder)), 600))
     return Cost(statistics.median(seconds[1:]), (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1))
 
 
@@ -112,7 +124,10 @@ def benchmark(short: bool) -> list[Table]:
         def on(peers: int):
             return lambda: split(graph, data, train, peers, Path(folder) / "weights")
 
-        runs = {"plain loop": lambda: plain(net, data, train)}
+        runs = {
+            "plain loop": lambda: plain(net, data, train),
+            "plain loop on each core": lambda: plain_on_each_core(net, data, train),
+        }
         runs |= {f"{peers} peer{'s' * (peers > 1)}": on(peers) for peers in (1, 2, 4)}
         costs = alternate(rounds, runs)
     return [_table(costs, microbatches, layers)]
@@ -122,15 +137,20 @@ def _table(costs: Mapping[str, list[Cost]], microbatches: int, layers: int) -> T
     cores = os.cpu_count() or 1
     alone = costs["plain loop"]
     rows, ratios = [], {}
-    for (name, given), peers in zip(costs.items(), (1, 1, 2, 4), strict=True):
+    for (name, given), peers in zip(costs.items(), (1, 1, 1, 2, 4), strict=True):
         perfect = [cost.seconds / min(peers, cores) for cost in alone]
         cpu = ratio([c.cpu_s for c in given], [c.cpu_s for c in alone])
         rows.append((
             name, statistics.median(c.seconds for c in given), ratio([c.seconds for c in given], perfect),
             (microbatches + peers - 1) / microbatches, statistics.median(c.cpu_s for c in given), cpu,
         ))  # fmt: skip
-        if given is not alone:
+        if name.endswith(("peer", "peers")):
             ratios[f"CPU seconds of {name} over the plain loop's"] = cpu
+    beside = costs["plain loop on each core"]
+    note = (
+        f"4 peers take {ratio([c.cpu_s for c in costs['4 peers']], [c.cpu_s for c in beside]):.3f} times the CPU "
+        "seconds of a plain loop on each core"
+    )
     columns = ("run", "step s", "over a perfect split", "of which fill and drain", "CPU s", "CPU over plain")
     title = f"a step of {microbatches} microbatches of 4, GPT of {layers} blocks, loopback, {cores} cores"
-    return Table(title, columns, rows, ratios=ratios)
+    return Table(title, columns, rows, [note], ratios)
