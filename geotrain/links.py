@@ -3,7 +3,7 @@
     book = LinkBook()
     book.saw(uses, start_s, end_s)      # every step's `LinkUse`s of all receivers, and those of each survey
     links = book.links(names, now_s)    # for the planner and the simulator, with `up, down = book.caps()`
-    book.probes(names, now_s)           # pairs worth a test frame now, within 1% of what the run has sent
+    book.probes(names, now_s, suspects) # pairs worth a test frame now, within 1% of what the run has sent
     book.doubtful(names, since_s)       # pairs that a plan which would use them should try first, with `book.test`
 
 A link's rate is one over the mean seconds per byte, older steps fading: that is what a step pays for. What was too
@@ -227,14 +227,17 @@ class LinkBook:
             src, dst = nearest[1]
             found[dst] = found[src] + (min(self._delays[src, dst]) - min(self._delays[dst, src])) / 2
 
-    def probes(self, names: Collection[str], now_s: float, share: float = 0.01) -> list[Probe]:
-        """Test frames for pairs that were not measured for `STALE_S`, the oldest first. All probes of a run stay within
-        `share` of what it sends otherwise."""
+    def probes(
+        self, names: Collection[str], now_s: float, suspects: Collection[Pair] = (), share: float = 0.01
+    ) -> list[Probe]:
+        """Test frames for `suspects`, which may have changed, then for pairs that were not measured for `STALE_S`, the
+        oldest first. All probes of a run stay within `share` of what it sends otherwise."""
         budget = share * self._sent - self._probed
         chosen: list[Probe] = []
-        for pair in sorted(permutations(names, 2), key=lambda pair: (self.seen_s(pair), pair)):
+        for pair in sorted(permutations(names, 2), key=lambda pair: (pair not in suspects, self.seen_s(pair), pair)):
             probe = self.test(pair)
-            if now_s - self.seen_s(pair) >= STALE_S and probe.nbytes <= budget:
+            due = pair in suspects or now_s - self.seen_s(pair) >= STALE_S
+            if due and probe.nbytes <= budget:
                 budget -= probe.nbytes
                 chosen.append(probe)
         return chosen

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from .identity import Ticket
 from .loops import run
 from .machine import allocate_tightly, free_memory_bytes, kind, measured_flops_per_s, pick_device
 from .probe import measure
+from .replan import PATIENCE, TOLERANCE
 from .sharing import SharingService, fetch_shared
 from .stagethread import Held, Machine, StageThread, one_line
 from .survey import LONG_BYTES, VALUE, Survey, frame_of, is_test
@@ -49,7 +51,8 @@ _SAY_S = 10.0
 """At least so often a line says what the peer does or waits for."""
 
 _IDLE_S = 10.0
-"""A peer without a stage measures its speed so often: it may have become of use."""
+"""A peer without a stage measures its speed so often, and when it has changed with each heartbeat, until that is sure:
+it may have become of use."""
 
 _CHANGED_S = 0.5
 
@@ -334,19 +337,22 @@ class PeerProcess:
 
     async def _heartbeat(self, every_s: float) -> None:
         silent_s = idle_s = 0.0
+        machine, speeds = self._machine, deque[float](maxlen=PATIENCE)
         while True:
             stage, speed, links = self._stage, 0.0, list[LinkUse]()
             doing = stage.doing if stage is not None else "waiting for a plan"
             epoch, step = (stage.epoch, stage.step) if stage is not None else (0, 0)
-            if stage is None and self._survey is None:
+            if stage is not None:
+                idle_s = _IDLE_S  # measure as soon as it has none
+                speeds.clear()
+            elif self._survey is None:
                 links = [use for use in self._transport.used() if use.timed_bytes]
                 idle_s += every_s
-                if idle_s >= _IDLE_S:
-                    idle_s, speed = (
-                        0.0,
-                        self._machine.duty
-                        * await asyncio.to_thread(measured_flops_per_s, self._machine.device, self._machine.threads),
-                    )
+                if idle_s >= _IDLE_S or (speeds and max(speeds) > TOLERANCE * min(speeds)):
+                    idle_s = 0.0
+                    flops_per_s = await asyncio.to_thread(measured_flops_per_s, machine.device, machine.threads)
+                    speed = machine.duty * flops_per_s
+                    speeds.append(speed)
             self._outbox.put_nowait(protocol.Progress(epoch, step, doing[:1000], speed, tuple(links)))
             silent_s += every_s
             if silent_s >= _SAY_S:
