@@ -47,7 +47,7 @@ SHARED = 0.85
 OVERLAP = 0.2
 """Flows that are busy together for less than this part of the time do not tell what they share."""
 
-STALE_S = 120.0
+STALE_S = 60.0
 """A pair not measured for so long is worth a probe."""
 
 FORGET_S = 120.0
@@ -156,7 +156,6 @@ class LinkBook:
         known = list(uses)
         for use in known:
             self._sent += 0 if probe else use.nbytes
-            self._probed += use.nbytes if probe else 0
             if use.delay_s is not None:
                 self._delays.setdefault((use.src, use.dst), deque(maxlen=DELAY_SAMPLES)).append(use.delay_s)
         timed = [use for use in known if use.timed_bytes > 0 and use.busy_s > 0]
@@ -231,21 +230,25 @@ class LinkBook:
         self, names: Collection[str], now_s: float, suspects: Collection[Pair] = (), share: float = 0.01
     ) -> list[Probe]:
         """Test frames for `suspects`, which may have changed, then for pairs that were not measured for `STALE_S`, the
-        oldest first. All probes of a run stay within `share` of what it sends otherwise."""
+        oldest first. All test frames that were asked for stay within `share` of what the run sends otherwise."""
         budget = share * self._sent - self._probed
         chosen: list[Probe] = []
         for pair in sorted(permutations(names, 2), key=lambda pair: (pair not in suspects, self.seen_s(pair), pair)):
-            probe = self.test(pair)
             due = pair in suspects or now_s - self.seen_s(pair) >= STALE_S
-            if due and probe.nbytes <= budget:
-                budget -= probe.nbytes
-                chosen.append(probe)
+            if due and self._probe_bytes(pair) <= budget:
+                chosen.append(self.test(pair))
+                budget -= chosen[-1].nbytes
         return chosen
 
     def test(self, pair: Pair) -> Probe:
         """A test frame for a pair, whatever it costs."""
+        probe = Probe(*pair, self._probe_bytes(pair))
+        self._probed += probe.nbytes
+        return probe
+
+    def _probe_bytes(self, pair: Pair) -> int:
         rate = self._rates.get(pair, Rate()).bytes_per_s
-        return Probe(*pair, int(min(MOST_PROBE, max(LEAST_PROBE, rate * _PROBE_S))))
+        return int(min(MOST_PROBE, max(LEAST_PROBE, rate * _PROBE_S)))
 
     def seen_s(self, pair: Pair) -> float:
         """When a pair was measured last."""

@@ -330,7 +330,8 @@ class Ours:
         before = self.believed().network
         for edge in set(edges) - set(self._edges(self.plan.order)):
             for _ in range(SHIFT_SAMPLES):
-                self.book.saw([self._use(problem, edge, SURVEY_BYTES)], self.now_s - 1e3, self.now_s, probe=True)
+                test = self.book.test((self.names[edge[0]], self.names[edge[1]]))
+                self.book.saw([self._use(problem, edge, test.nbytes)], self.now_s - 1e3, self.now_s, probe=True)
         after = self.believed().network
         return any(abs(math.log(after.rate[edge] / before.rate[edge])) > math.log(replan.TOLERANCE) for edge in edges)
 

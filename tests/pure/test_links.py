@@ -161,6 +161,16 @@ def test_probes_go_to_the_links_that_were_not_seen_for_longest_and_never_to_thos
     assert wanted == [("a", "c"), ("b", "a"), ("c", "a"), ("c", "b"), ("b", "c")]
 
 
+def test_links_that_may_have_changed_are_tried_again_at_once_within_the_budget():
+    book = LinkBook()
+    survey(book, {("c", "b"): 1e6, ("b", "c"): 1e6})
+    book.saw([use("a", "b", 1e6, 100 * MB)], 390.0, 400.0)
+    book.saw([use("a", "c", 1e6)], 399.0, 400.0, probe=True)
+    wanted = [(p.src, p.dst) for p in book.probes(["a", "b", "c"], 400.0, {("a", "c")})]
+    assert wanted[0] == ("a", "c") and len(wanted) > 1
+    assert book.probes(["a", "b", "c"], 400.0, {("a", "c")}, share=0.001) == []
+
+
 def test_a_link_is_in_doubt_until_it_is_measured_and_again_while_it_is_not_what_it_was():
     book = LinkBook()
     survey(book, {("a", "b"): 10e6})
