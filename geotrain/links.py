@@ -8,8 +8,8 @@
 
 A link's rate is one over the mean seconds per byte, older steps fading: that is what a step pays for. What was too
 short to fill a link says only that it is at least so fast: the largest of the last few counts, and only where nothing
-better is known or it is newer and higher. Samples that differ by more than `SHIFT` for `SHIFT_SAMPLES` times in a row
-are a change and not noise: the older ones are dropped.
+better is known or it is newer and higher; it counts like the others once a full one follows it. Samples that differ by
+more than `SHIFT` for `SHIFT_SAMPLES` times in a row are a change and not noise: the older ones are dropped.
 
 When everything that leaves a peer at the same time is slower than each alone, they share its uplink: its capacity is
 what they reach together, and each one's own rate stays what it was. So it is with downlinks.
@@ -134,7 +134,8 @@ def with_sample(rate: Rate, bytes_per_s: float, at_s: float, limited: bool = Fal
         last = (*rate.limited, bytes_per_s)[-SHIFT_SAMPLES:]
         slower = len(last) == SHIFT_SAMPLES and max(last) < known * (1 - SHIFT)
         return Rate(math.inf, (), last, at_s) if slower else replace(rate, limited=last, seen_s=at_s)
-    recent = (*rate.recent, bytes_per_s)[-WINDOW:]
+    faster = tuple(sample for sample in rate.limited if rate.recent and sample > known * (1 + SHIFT))
+    recent = (*rate.recent, *faster, bytes_per_s)[-WINDOW:]
     older, last = recent[:-SHIFT_SAMPLES], recent[-SHIFT_SAMPLES:]
     if older and (max(last) < fmean(older) * (1 - SHIFT) or min(last) > fmean(older) * (1 + SHIFT)):
         return Rate(fmean(1 / sample for sample in last), last, (), at_s)

@@ -234,7 +234,9 @@ class Ours:
         for use in uses:
             self.book.saw([use], self.now_s - max(seconds, use.busy_s), self.now_s)
         pair = {name: i for i, name in enumerate(self.names)}
-        for probe in self.book.probes(self.names, self.now_s):
+        used = {(use.src, use.dst) for use in uses}
+        suspects = {(part[1], part[2]) for part in replan.suspected(self.watch) if part[0] == "link"} - used
+        for probe in self.book.probes(self.names, self.now_s, suspects):
             use = self._use(problem, (pair[probe.src], pair[probe.dst]), probe.nbytes)
             self.book.saw([use], self.now_s - 1e3, self.now_s, probe=True)
             uses.append(use)

@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +170,15 @@ def test_links_that_may_have_changed_are_tried_again_at_once_within_the_budget()
     wanted = [(p.src, p.dst) for p in book.probes(["a", "b", "c"], 400.0, {("a", "c")})]
     assert wanted[0] == ("a", "c") and len(wanted) > 1
     assert book.probes(["a", "b", "c"], 400.0, {("a", "c")}, share=0.001) == []
+
+
+def test_a_short_frame_counts_among_those_that_tell_of_a_faster_link():
+    rate = Rate()
+    for at_s in (0.0, 1.0, 2.0, 3.0):
+        rate = with_sample(rate, 1e6, at_s)
+    for at_s, limited in ((4.0, True), (5.0, False), (6.0, False)):
+        rate = with_sample(rate, 10e6, at_s, limited)
+    assert rate.settled and rate.bytes_per_s == pytest.approx(10e6)
 
 
 def test_a_link_is_in_doubt_until_it_is_measured_and_again_while_it_is_not_what_it_was():
