@@ -58,11 +58,12 @@ def network(slow=(), duty=None):
     return "\n".join(lines)
 
 
-def run(folder, steps, during):
-    """Trains on two of three peers; `during(file, seen)` changes the network meanwhile. Returns (losses, events)."""
+def run(folder, steps, during, first=None):
+    """Trains on two of three peers; `during(file, seen)` changes the network (at `first` another than the usual one)
+    meanwhile. Returns (losses, events)."""
     torch.set_num_threads(1)
     file = folder / "network.toml"
-    file.write_text(network())
+    file.write_text(first or network())
     job = config.JobConfig(
         train=config.TrainConfig(steps=steps, microbatches=MICROBATCHES, lr=1e-3),
         pipeline=config.PipelineConfig(peers=3, stages=2),
@@ -135,6 +136,20 @@ def test_links_that_dropped_unseen_are_not_gone_over_to(tmp_path):
     first, *others = plans(seen)
     slow = max(first.plan.stages, key=lambda stage: stage.memory_bytes).peer
     assert len(others) <= 1 and all(slow not in pair(other) for other in others)
+
+
+def test_a_peer_that_was_too_slow_gets_a_stage_when_it_has_recovered(tmp_path):
+    """The link between the others is slow, too: a step takes a quarter of a second at least."""
+    slow = [("anna", "ben")]
+
+    async def recover(file, seen):
+        await after(seen, 8)
+        file.write_text(network(slow))
+
+    _, seen = run(tmp_path, 90, recover, network(slow, {"carl": 0.005}))
+    first, *_, last = plans(seen)
+    assert pair(first) == {"anna", "ben"} and "carl" in pair(last)
+    assert any("carl is" in other.reason and "faster than planned" in other.reason for other in plans(seen))
 
 
 def test_noise_changes_nothing(tmp_path):
