@@ -129,10 +129,15 @@ def plans_for(graph: OpGraph, topology: Topology, best: int) -> list[tuple[str, 
     simulator's."""
     peers = [Peer(name, acted.SPEED * peer.duty, 4 << 30) for name, peer in topology.peers.items()]
     links = topology.links
+    codec_seconds = {
+        rung.codec: (rung.encode_seconds_per_element / RAW.bytes_per_element,
+                     rung.decode_seconds_per_element / RAW.bytes_per_element)
+        for rung in (*FORWARD, *BACKWARD)
+    }  # fmt: skip
 
     def simulated(plan: Plan) -> Plan:
         stages = cut(graph, [stage.first_op for stage in plan.stages[1:]])
-        step = simulate(workload(plan, stages, CostModel(graph), peers, links))
+        step = simulate(workload(plan, stages, CostModel(graph), peers, links, codec_seconds))
         return replace(plan, step_seconds=step.step_seconds)
 
     def others(kind: str, forward: Sequence[Rung], backward: Sequence[Rung]) -> list[tuple[str, str, Plan]]:
