@@ -18,8 +18,8 @@ from .transports.base import Transport
 SHORT_BYTES, LONG_BYTES = 64 << 10, 512 << 10
 
 _SIZES = SHORT_BYTES, SHORT_BYTES, LONG_BYTES, LONG_BYTES, LONG_BYTES, 0
-"""Of the frames to each peer, by number; the last says that there are no more. A receiver that was busy elsewhere sees a
-frame's header and its end at once, so one of a size is not enough."""
+"""Of the frames to each peer, by number; the last says that there are no more. A receiver that was busy elsewhere sees
+a frame's header and its end at once, so one of a size is not enough."""
 
 _END = len(_SIZES) - 1
 
