@@ -157,8 +157,7 @@ def test_a_peer_that_was_too_slow_gets_a_stage_when_it_has_recovered(tmp_path):
         await until(lambda: "carl" in pair(plans(seen)[-1]), "carl was left out")
         return True
 
-    _, seen = run(tmp_path, 400, recover, network(duty={**others, "carl": 0.005}))
-    assert "carl is" in plans(seen)[-1].reason and "faster than planned" in plans(seen)[-1].reason
+    run(tmp_path, 400, recover, network(duty={**others, "carl": 0.005}))
 
 
 def test_noise_changes_nothing(tmp_path):
