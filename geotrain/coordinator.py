@@ -209,11 +209,8 @@ class Coordinator:
                     self._look_for_better(())
             if isinstance(message, protocol.Progress) and stage is None:
                 now_s = time.monotonic()
-                self._scheduler.saw(
-                    [replace(use, dst=name) for use in message.links], now_s - HEARTBEAT_S, now_s, probe=True
-                )
-                if message.flops_per_s > 0:
-                    self._scheduler.rested(name, message.flops_per_s)
+                links = [replace(use, dst=name) for use in message.links if use.timed_bytes > 0]
+                self._scheduler.rested(name, message.flops_per_s, links, now_s - HEARTBEAT_S, now_s)
             self._post(runstate.Said(name, message))
             self._heard.set()
 
@@ -423,7 +420,7 @@ class Coordinator:
         old, proposed = self._layouts[plan.epoch - 1], self._proposed
         assert proposed is not None
         layout = replace(proposed, plan=plan)
-        self._begin(layout, switch.reason)
+        self._begin(layout, switch.reason, self._base.digests)
         moves, gifts = handover(old, layout, self._base.digests)
         fetch = [self._shelf.given(stage) for stage in layout.stages]
         self._tell(layout, step, fetch, moves, gifts)
@@ -519,19 +516,19 @@ class Coordinator:
     def _send_test(self, test: Probe) -> None:
         self._sessions[test.src].send(protocol.Probe(self._state.epoch, test.dst, test.nbytes))
 
-    def _begin(self, layout: Layout, reason: str) -> None:
+    def _begin(self, layout: Layout, reason: str, given: Collection[str] | None = None) -> None:
         self._layouts = {layout.plan.epoch: layout}
         self._uploads.abort()
         self._feeder.stop()
         self._shelf.close()
         self._shelf = Shelf(None, {}, self._base)
-        self._announce(layout, reason)
+        self._announce(layout, reason, given)
         self._transport.set_roster(layout.plan.epoch, self._roster(layout.names), _refuse_frames)
 
-    def _announce(self, layout: Layout, reason: str) -> None:
+    def _announce(self, layout: Layout, reason: str, given: Collection[str] | None = None) -> None:
         plan, now_s = layout.plan, time.monotonic()
         question = self._scheduler.ask(self._known(), now_s)
-        timeline = self._scheduler.began(layout, question, now_s)
+        timeline = self._scheduler.began(layout, question, now_s, given)
         self._folder.write_plan(plan)
         ops = tuple(stage.end_op - stage.first_op for stage in plan.stages)
         self._emit(

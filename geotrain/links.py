@@ -3,13 +3,13 @@
     book = LinkBook()
     book.saw(uses, start_s, end_s)      # every step's `LinkUse`s of all receivers, and those of each survey
     links = book.links(names, now_s)    # for the planner and the simulator, with `up, down = book.caps()`
-    book.probes(names, now_s)           # pairs worth a test frame now, within 1% of what the run has sent
+    book.probes(names, now_s, suspects) # pairs worth a test frame now, within 1% of what the run has sent
     book.doubtful(names, since_s)       # pairs that a plan which would use them should try first, with `book.test`
 
 A link's rate is one over the mean seconds per byte, older steps fading: that is what a step pays for. What was too
 short to fill a link says only that it is at least so fast: the largest of the last few counts, and only where nothing
-better is known or it is newer and higher. Samples that differ by more than `SHIFT` for `SHIFT_SAMPLES` times in a row
-are a change and not noise: the older ones are dropped.
+better is known or it is newer and higher; it counts like the others once a full one follows it. Samples that differ by
+more than `SHIFT` for `SHIFT_SAMPLES` times in a row are a change and not noise: the older ones are dropped.
 
 When everything that leaves a peer at the same time is slower than each alone, they share its uplink: its capacity is
 what they reach together, and each one's own rate stays what it was. So it is with downlinks.
@@ -47,7 +47,7 @@ SHARED = 0.85
 OVERLAP = 0.2
 """Flows that are busy together for less than this part of the time do not tell what they share."""
 
-STALE_S = 120.0
+STALE_S = 60.0
 """A pair not measured for so long is worth a probe."""
 
 FORGET_S = 120.0
@@ -134,7 +134,8 @@ def with_sample(rate: Rate, bytes_per_s: float, at_s: float, limited: bool = Fal
         last = (*rate.limited, bytes_per_s)[-SHIFT_SAMPLES:]
         slower = len(last) == SHIFT_SAMPLES and max(last) < known * (1 - SHIFT)
         return Rate(math.inf, (), last, at_s) if slower else replace(rate, limited=last, seen_s=at_s)
-    recent = (*rate.recent, bytes_per_s)[-WINDOW:]
+    faster = tuple(sample for sample in rate.limited if rate.recent and sample > known * (1 + SHIFT))
+    recent = (*rate.recent, *faster, bytes_per_s)[-WINDOW:]
     older, last = recent[:-SHIFT_SAMPLES], recent[-SHIFT_SAMPLES:]
     if older and (max(last) < fmean(older) * (1 - SHIFT) or min(last) > fmean(older) * (1 + SHIFT)):
         return Rate(fmean(1 / sample for sample in last), last, (), at_s)
@@ -156,7 +157,6 @@ class LinkBook:
         known = list(uses)
         for use in known:
             self._sent += 0 if probe else use.nbytes
-            self._probed += use.nbytes if probe else 0
             if use.delay_s is not None:
                 self._delays.setdefault((use.src, use.dst), deque(maxlen=DELAY_SAMPLES)).append(use.delay_s)
         timed = [use for use in known if use.timed_bytes > 0 and use.busy_s > 0]
@@ -227,22 +227,29 @@ class LinkBook:
             src, dst = nearest[1]
             found[dst] = found[src] + (min(self._delays[src, dst]) - min(self._delays[dst, src])) / 2
 
-    def probes(self, names: Collection[str], now_s: float, share: float = 0.01) -> list[Probe]:
-        """Test frames for pairs that were not measured for `STALE_S`, the oldest first. All probes of a run stay within
-        `share` of what it sends otherwise."""
+    def probes(
+        self, names: Collection[str], now_s: float, suspects: Collection[Pair] = (), share: float = 0.01
+    ) -> list[Probe]:
+        """Test frames for `suspects`, which may have changed, then for pairs that were not measured for `STALE_S`, the
+        oldest first. All test frames that were asked for stay within `share` of what the run sends otherwise."""
         budget = share * self._sent - self._probed
         chosen: list[Probe] = []
-        for pair in sorted(permutations(names, 2), key=lambda pair: (self.seen_s(pair), pair)):
-            probe = self.test(pair)
-            if now_s - self.seen_s(pair) >= STALE_S and probe.nbytes <= budget:
-                budget -= probe.nbytes
-                chosen.append(probe)
+        for pair in sorted(permutations(names, 2), key=lambda pair: (pair not in suspects, self.seen_s(pair), pair)):
+            due = pair in suspects or now_s - self.seen_s(pair) >= STALE_S
+            if due and self._probe_bytes(pair) <= budget:
+                chosen.append(self.test(pair))
+                budget -= chosen[-1].nbytes
         return chosen
 
     def test(self, pair: Pair) -> Probe:
         """A test frame for a pair, whatever it costs."""
+        probe = Probe(*pair, self._probe_bytes(pair))
+        self._probed += probe.nbytes
+        return probe
+
+    def _probe_bytes(self, pair: Pair) -> int:
         rate = self._rates.get(pair, Rate()).bytes_per_s
-        return Probe(*pair, int(min(MOST_PROBE, max(LEAST_PROBE, rate * _PROBE_S))))
+        return int(min(MOST_PROBE, max(LEAST_PROBE, rate * _PROBE_S)))
 
     def seen_s(self, pair: Pair) -> float:
         """When a pair was measured last."""

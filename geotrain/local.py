@@ -54,10 +54,17 @@ class LocalPeers:
     Args:
         logs: folder for what they print, a file a peer.
         topology_file: a topology file that shapes their links.
+        program: what Python runs as `geotrain`.
     """
 
-    def __init__(self, peers: Sequence[LocalPeer], logs: Path, topology_file: Path | None = None) -> None:
-        self._peers, self._logs, self._topology = tuple(peers), logs, topology_file
+    def __init__(
+        self,
+        peers: Sequence[LocalPeer],
+        logs: Path,
+        topology_file: Path | None = None,
+        program: Sequence[str] = ("-m", "geotrain"),
+    ) -> None:
+        self._peers, self._logs, self._topology, self._program = tuple(peers), logs, topology_file, tuple(program)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -75,7 +82,7 @@ class LocalPeers:
         path = os.pathsep.join(p for p in (str(_PACKAGE), os.environ.get("PYTHONPATH", "")) if p)
         with open(self.log(peer.name), "wb") as output:
             self.processes[peer.name] = subprocess.Popen(
-                [sys.executable, "-u", "-m", "geotrain", "join", "-", *peer.arguments(self._topology)],
+                [sys.executable, "-u", *self._program, "join", "-", *peer.arguments(self._topology)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

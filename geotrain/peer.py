@@ -36,6 +36,7 @@ from .identity import Ticket
 from .loops import run
 from .machine import allocate_tightly, free_memory_bytes, kind, measured_flops_per_s, pick_device
 from .probe import measure
+from .replan import PATIENCE, TOLERANCE
 from .sharing import SharingService, fetch_shared
 from .stagethread import Held, Machine, StageThread, one_line
 from .survey import LONG_BYTES, VALUE, Survey, frame_of, is_test
@@ -49,7 +50,8 @@ _SAY_S = 10.0
 """At least so often a line says what the peer does or waits for."""
 
 _IDLE_S = 10.0
-"""A peer without a stage measures its speed so often: it may have become of use."""
+"""A peer without a stage measures its speed so often, since it may have become of use; one that has changed is measured
+again with the next heartbeats, until that is sure."""
 
 _CHANGED_S = 0.5
 
@@ -333,20 +335,24 @@ class PeerProcess:
                 await self._dialled.send(await self._outbox.get())
 
     async def _heartbeat(self, every_s: float) -> None:
-        silent_s = idle_s = 0.0
+        silent_s = idle_s = last = 0.0
+        again, machine = 0, self._machine
         while True:
             stage, speed, links = self._stage, 0.0, list[LinkUse]()
             doing = stage.doing if stage is not None else "waiting for a plan"
             epoch, step = (stage.epoch, stage.step) if stage is not None else (0, 0)
-            if stage is None and self._survey is None:
+            if stage is not None:
+                idle_s, last, again = _IDLE_S, 0.0, 0  # measured as soon as it has none
+            elif self._survey is None:
                 links = [use for use in self._transport.used() if use.timed_bytes]
                 idle_s += every_s
-                if idle_s >= _IDLE_S:
-                    idle_s, speed = (
-                        0.0,
-                        self._machine.duty
-                        * await asyncio.to_thread(measured_flops_per_s, self._machine.device, self._machine.threads),
-                    )
+                if idle_s >= _IDLE_S or again > 0:
+                    idle_s = 0.0
+                    flops_per_s = await asyncio.to_thread(measured_flops_per_s, machine.device, machine.threads)
+                    speed = machine.duty * flops_per_s
+                    changed = last > 0 and max(speed, last) > TOLERANCE * min(speed, last)
+                    again = PATIENCE - 1 if changed and again == 0 else max(0, again - 1)
+                    last = speed
             self._outbox.put_nowait(protocol.Progress(epoch, step, doing[:1000], speed, tuple(links)))
             silent_s += every_s
             if silent_s >= _SAY_S:

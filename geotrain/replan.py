@@ -1,7 +1,7 @@
 """Whether to go on with a plan: predicted against measured, and what a change gains against what it costs. Pure.
 
-    watch = watching(timeline, links)                    # when a plan begins; `timeline` is its simulation
-    watch, deviations = observe(watch, measured(...))    # after each step
+    watch = watching(timeline, links, speeds)            # when a plan begins; `timeline` is its simulation
+    watch, deviations = observe(watch, measured(...))    # after each step, with what was seen of idle peers meanwhile
     if deviations:                                       # ask the planner, with the links and speeds as they are now
         verdict = decide(now, proposed, steps_left=..., copy_s=..., stall_s=...)
 
@@ -9,7 +9,8 @@ A part (a peer's computing, a link) deviates when it was off by more than `TOLER
 steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was measured is what is
 expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes if it saves more
 in its first `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and `LEAST_GAIN` of
-the step at least.
+the step at least. Peers and links that the plan leaves idle are watched like those that it uses: when one of them
+gets faster, a plan that was not worth it may be.
 """
 
 from collections import Counter
@@ -31,10 +32,10 @@ SETTLE = 1
 LEAST_GAIN = 0.03
 
 Part = tuple[str, ...]
-"""("stage", peer) or ("link", src, dst)."""
+"""("stage", peer), also of a peer without one, or ("link", src, dst)."""
 
 Figures = Mapping[Part, float]
-"""Seconds of computing for each microbatch, seconds for each byte on a link; by part."""
+"""By part: seconds of computing for each microbatch, of an idle peer for each FLOP; seconds for each byte on a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Deviation:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What is expected of the running plan, the last figures of each part, and how many steps still to pass over.
-    `amounts`: how many microbatches or bytes each part has in a step of `step_s`; a part without one always matters."""
+    `amounts`: how many microbatches, FLOPs or bytes each part has in a step of `step_s`; a part without one always
+    matters."""
 
     expected: Figures
     seen: Mapping[Part, tuple[float, ...]] = field(default_factory=dict[Part, tuple[float, ...]])
@@ -73,13 +75,18 @@ class Watch:
         return amount is None or abs(measured - expected) * amount >= LEAST_GAIN * self.step_s
 
 
-def watching(timeline: Timeline, links: Iterable[Link] = ()) -> Watch:
-    """For a plan that begins. A link that it leaves unused would have as many bytes as its busiest one."""
-    figures = expected(timeline, links)
-    amounts: dict[Part, float] = {("link", load.src, load.dst): load.nbytes for load in timeline.loads}
+def watching(timeline: Timeline, links: Iterable[Link] = (), speeds: Mapping[str, float] | None = None) -> Watch:
+    """For a plan that begins; `speeds` are the FLOP/s of peers. A link that it leaves idle would have as many bytes as
+    its busiest one, and an idle peer as many FLOPs as its busiest stage."""
+    figures, speeds, load = expected(timeline, links), speeds or {}, timeline.workload
+    amounts: dict[Part, float] = {("link", x.src, x.dst): x.nbytes for x in timeline.loads}
     most = max(amounts.values(), default=0.0)
     for part in figures:
-        amounts.setdefault(part, timeline.workload.microbatches if part[0] == "stage" else most)
+        amounts.setdefault(part, load.microbatches if part[0] == "stage" else most)
+    flops = (load.microbatches * figures["stage", stage.peer] * speeds.get(stage.peer, 0.0) for stage in load.stages)
+    busiest = max(flops)
+    for peer in speeds.keys() - {stage.peer for stage in load.stages}:
+        figures["stage", peer], amounts["stage", peer] = 1 / speeds[peer], busiest
     return Watch(figures, amounts=amounts, step_s=timeline.step_seconds)
 
 
@@ -127,12 +134,33 @@ def observe(watch: Watch, figures: Figures) -> tuple[Watch, tuple[Deviation, ...
     seen, now, found = dict(watch.seen), dict(watch.expected), list[Deviation]()
     for part in figures.keys() & watch.expected.keys():
         last = seen[part] = (*seen.get(part, ()), figures[part])[-PATIENCE:]
-        off = min(last) > now[part] * TOLERANCE or max(last) * TOLERANCE < now[part]
-        if off and len(last) == PATIENCE and watch.matters(part, now[part], fmean(last)):
+        if len(last) == PATIENCE and _off(last, now[part]) and watch.matters(part, now[part], fmean(last)):
             found.append(Deviation(part, now[part], fmean(last)))
             now[part] = fmean(last)
     found.sort(key=lambda deviation: (-max(deviation.ratio, 1 / deviation.ratio), deviation.part))
     return replace(watch, expected=now, seen=seen), tuple(found)
+
+
+def suspected(watch: Watch) -> set[Part]:
+    """Parts that were off when they were seen last, and may deviate when they are seen again.
+
+    >>> watch = Watch({("link", "anna", "ben"): 1e-6}, settling=0)
+    >>> for figure in (1e-7, 1e-7, 1e-7):
+    ...     watch, _ = observe(watch, {("link", "anna", "ben"): figure})
+    ...     print(len(suspected(watch)))
+    1
+    1
+    0
+    """
+    latest = {part: last[-1] for part, last in watch.seen.items()}
+    return {
+        part for part, figure in latest.items()
+        if _off([figure], watch.expected[part]) and watch.matters(part, watch.expected[part], figure)
+    }  # fmt: skip
+
+
+def _off(figures: Sequence[float], expected: float) -> bool:
+    return min(figures) > expected * TOLERANCE or max(figures) * TOLERANCE < expected
 
 
 Change = Literal["nothing", "codecs", "windows", "layers"]

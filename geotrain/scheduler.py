@@ -31,6 +31,9 @@ _PROBE_EVERY_S = 5.0
 _BESIDE_S = 0.002
 """What a microbatch may cost a stage beside its computing. More is the peer's speed."""
 
+_PREPARING_S = 1.0
+"""What a change of the plan costs beside what it moves, until one has shown it: stages are built and begin."""
+
 _ANSWER_S, _ANSWER_STEPS = 5.0, 2
 """A test frame should be there by then: one that arrives at a stage is told with that step's report."""
 
@@ -81,6 +84,8 @@ class Scheduler:
         self._costs = CostModel(graph)
         self._speeds: dict[str, deque[float]] = {}
         self._idle_speeds: dict[str, float] = {}
+        self._scales: dict[str, float] = {}
+        self._idle: dict[replan.Part, float] = {}
         self._codecs: dict[str, CodecUse] = {}
         self._overheads: deque[float] = deque(maxlen=_RECENT)
         self._watch: replan.Watch | None = None
@@ -89,7 +94,9 @@ class Scheduler:
         self._plan_peers: dict[str, Peer] = {}
         self._step_s = self._probed_s = self._took_s = self._changed_s = 0.0
         self._commits: deque[float] = deque(maxlen=1 + replan.PATIENCE)
-        self._preparing_s = math.inf
+        self._used: set[Pair] = set()
+        self._moving_s: float | None = None
+        self._preparations: deque[float] = deque(maxlen=_RECENT)
         self._trials: dict[int, Trial] = {}
         self._cost_factor = 1.0
 
@@ -132,23 +139,37 @@ class Scheduler:
         cost = SENSITIVITY * error
         return events.Tried(trial.step, error, losses[1] - losses[0], cost, self._max_extra_steps)
 
-    def rested(self, name: str, flops_per_s: float) -> None:
-        """What a peer without a stage can do now."""
-        self._idle_speeds[name] = flops_per_s
-        self._speeds.pop(name, None)
+    def rested(self, name: str, flops_per_s: float, uses: Collection[LinkUse], start_s: float, end_s: float) -> None:
+        """What a peer without a stage can do now (0: it has not tried again), and what it saw of the links to it. Work
+        tells more of a speed than such a test, which then tells how it changes."""
+        self._book.saw(uses, start_s, end_s, probe=True)
+        for use in uses:
+            self._idle["link", use.src, use.dst] = use.busy_s / use.timed_bytes
+        if flops_per_s > 0:
+            if worked := self._speeds.pop(name, None):
+                self._scales[name] = median(worked) / flops_per_s
+            self._idle_speeds[name] = flops_per_s * self._scales.get(name, 1.0)
+            self._idle["stage", name] = 1 / self._idle_speeds[name]
 
-    def began(self, layout: Layout, question: Question, now_s: float) -> Timeline:
-        """A plan comes into force. Returns how a step of it should go."""
+    def began(self, layout: Layout, question: Question, now_s: float, given: Collection[str] | None = None) -> Timeline:
+        """A plan comes into force. Returns how a step of it should go. `given`: it takes its state over from the plan
+        before, but for these weights."""
+        self._moving_s = None
+        if given is not None and self._layout is not None:
+            self._moving_s = _seconds(self._moves(self._layout, layout, given), question)
         self._layout, self._step_s = layout, now_s
         self._plan_peers = {peer.name: peer for peer in question.peers}
         timeline = self._simulated(layout, question)
-        self._watch = replan.watching(timeline, question.links)
+        self._watch = replan.watching(timeline, question.links, {p.name: p.flops_per_s for p in question.peers})
+        self._idle.clear()
+        self._used = {(load.src, load.dst) for load in timeline.loads}
         self._predicted = {stage.peer: stage.forward_s + stage.backward_s for stage in timeline.workload.stages}
         return timeline
 
     def prepared(self, now_s: float) -> None:
-        """All stages of the plan that began last are ready: so long, at most, the run stands still for another one."""
-        self._preparing_s = min(self._preparing_s, now_s - self._step_s)
+        """All stages of the plan that began last are ready."""
+        if self._moving_s is not None:
+            self._preparations.append(max(0.0, now_s - self._step_s - self._moving_s))
         self._step_s = now_s
 
     def committed(self, event: events.StepCommitted, now_s: float) -> tuple[replan.Deviation, ...]:
@@ -163,7 +184,8 @@ class Scheduler:
         self._overheads.append(max(0.0, event.seconds - max(report.seconds for report in event.stages)))
         if self._watch is None:
             return ()
-        figures = replan.measured(event.stages, self._job.train.microbatches)
+        figures = {**self._idle, **replan.measured(event.stages, self._job.train.microbatches)}
+        self._idle.clear()
         self._watch, deviations = replan.observe(self._watch, figures)
         if deviations:
             self._changed_s = self._commits[0]
@@ -188,7 +210,9 @@ class Scheduler:
         if now_s - self._probed_s < _PROBE_EVERY_S:
             return []
         self._probed_s = now_s
-        return self._book.probes(names, now_s)
+        suspected = replan.suspected(self._watch) if self._watch is not None else ()
+        pairs = {(part[1], part[2]) for part in suspected if part[0] == "link"}
+        return self._book.probes(names, now_s, pairs - self._used)
 
     def tests(self, pairs: Iterable[Pair]) -> list[Probe]:
         """Test frames for links in doubt."""
@@ -290,13 +314,12 @@ class Scheduler:
         moves, copies = self._moves(layout, proposed, given), self._copies(layout, lacks)
         if not patient:
             moves, copies, lacks = [*moves, *copies], [], {}
-        up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
-        down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
-        stall_s, copy_s = (replan.copy_seconds(those, question.links, up, down) for those in (moves, copies))
+        stall_s, copy_s = _seconds(moves, question), _seconds(copies, question)
+        stall_s += median(self._preparations) if self._preparations else _PREPARING_S
         now, then = self._simulated(layout, question), self._simulated(proposed, question)
         verdict = replan.decide(
             current, proposed.plan, now_s=now.step_seconds, proposed_s=then.step_seconds, steps_left=steps_left,
-            copy_s=copy_s, stall_s=stall_s + self._preparing_s, because=because,
+            copy_s=copy_s, stall_s=stall_s, because=because,
         )  # fmt: skip
         if isinstance(verdict, replan.Switch):
             new = {(load.src, load.dst) for load in then.loads} | {(move.src, move.dst) for move in moves}
@@ -341,6 +364,12 @@ class Scheduler:
         if parameter is None:
             return self._graph.buffers[name].spec.nbytes
         return parameter.spec.nbytes * (1 + parameter.requires_grad * optimizer_states(train.optimizer, train.momentum))
+
+
+def _seconds(transfers: Iterable[replan.Transfer], question: Question) -> float:
+    up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
+    down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
+    return replan.copy_seconds(transfers, question.links, up, down)
 
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:

@@ -17,16 +17,19 @@ from .transports.base import Transport
 
 SHORT_BYTES, LONG_BYTES = 64 << 10, 512 << 10
 
+_SIZES = SHORT_BYTES, SHORT_BYTES, LONG_BYTES, LONG_BYTES, LONG_BYTES, 0
+"""Of the frames to each peer, by number; the last says that there are no more. A receiver that was busy elsewhere sees
+a frame's header and its end at once, so one of a size is not enough."""
+
+_END = len(_SIZES) - 1
+
 _FAST_S = 0.02
-"""A short frame that left within this much is followed by a long one."""
+"""If the second short frame left within this much, long ones follow. The first one opens the connection."""
 
 _LIMIT_S = 15.0
 
 VALUE = "survey"
 """The name in all test frames."""
-
-_END = 2
-"""The number of the last frame from each peer; it is empty."""
 
 
 def frame_of(epoch: int, number: int, nbytes: int) -> Frame:
@@ -76,18 +79,20 @@ class Survey:
 
     async def _test(self, name: str) -> None:
         try:
+            await self._send(name, 0)
             start_s = time.monotonic()
-            await self._send(name, 0, SHORT_BYTES)
+            await self._send(name, 1)
             if time.monotonic() - start_s < _FAST_S:
-                await self._send(name, 1, LONG_BYTES)
-            await self._send(name, _END, 0)
+                for number in range(2, _END):
+                    await self._send(name, number)
+            await self._send(name, _END)
         except PeerLost:
             self.done_with(name)
 
-    async def _send(self, name: str, number: int, nbytes: int) -> None:
-        await self._transport.send(name, frame_of(self.epoch, number, nbytes))
+    async def _send(self, name: str, number: int) -> None:
+        await self._transport.send(name, frame_of(self.epoch, number, _SIZES[number]))
 
     def _check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
-        sizes = {0: SHORT_BYTES, 1: LONG_BYTES, _END: 0}
-        if not is_test(self.epoch, key, codec, spec, nbytes) or nbytes != sizes.get(key.microbatch):
+        right = 0 <= key.microbatch <= _END and nbytes == _SIZES[key.microbatch]
+        if not right or not is_test(self.epoch, key, codec, spec, nbytes):
             raise RemoteProtocolError(f"{src} sends something else where a test frame belongs")

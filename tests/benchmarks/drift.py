@@ -234,7 +234,9 @@ class Ours:
         for use in uses:
             self.book.saw([use], self.now_s - max(seconds, use.busy_s), self.now_s)
         pair = {name: i for i, name in enumerate(self.names)}
-        for probe in self.book.probes(self.names, self.now_s):
+        used = {(use.src, use.dst) for use in uses}
+        suspects = {(part[1], part[2]) for part in replan.suspected(self.watch) if part[0] == "link"} - used
+        for probe in self.book.probes(self.names, self.now_s, suspects):
             use = self._use(problem, (pair[probe.src], pair[probe.dst]), probe.nbytes)
             self.book.saw([use], self.now_s - 1e3, self.now_s, probe=True)
             uses.append(use)
@@ -330,7 +332,8 @@ class Ours:
         before = self.believed().network
         for edge in set(edges) - set(self._edges(self.plan.order)):
             for _ in range(SHIFT_SAMPLES):
-                self.book.saw([self._use(problem, edge, SURVEY_BYTES)], self.now_s - 1e3, self.now_s, probe=True)
+                test = self.book.test((self.names[edge[0]], self.names[edge[1]]))
+                self.book.saw([self._use(problem, edge, test.nbytes)], self.now_s - 1e3, self.now_s, probe=True)
         after = self.believed().network
         return any(abs(math.log(after.rate[edge] / before.rate[edge])) > math.log(replan.TOLERANCE) for edge in edges)
 

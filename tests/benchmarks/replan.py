@@ -1,7 +1,7 @@
 """The network or a peer changes while a real run goes on: how often the plan changes, and what a step takes then. I/O.
 
-Four peers on this machine keep to the rates, delays and duty caps of a file that changes meanwhile. A link that the
-plan uses drops to a tenth, or a peer gets three times slower, and both come back; and all of them tremble by 10%.
+Four peers on this machine act out the speeds, rates and delays of a file that changes meanwhile. A link that the plan
+uses drops to a tenth, or a peer gets three times slower, and both come back; and all of them tremble by 10%.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,13 +24,20 @@ from geotrain.graph import capture
 from geotrain.local import LocalPeer, LocalPeers, TopologyFile, train_with
 from geotrain.weights import WeightStore, save_module
 
+from . import acted
 from .tables import Cell, Table
 
 NAMES = ("anna", "ben", "cleo", "dora")
-STAGES, MICROBATCHES, ROWS, WIDTH, LAYERS = 3, 4, 192, 256, 9
-DUTY, MBIT = 0.4, 200.0
-WARM, CHANGED = 15, 60
-"""Steps before a change, and after each."""
+STAGES, MICROBATCHES, ROWS, WIDTH, LAYERS = 3, 4, 256, 256, 9
+DUTY, MBIT = 0.5, 200.0
+SPARE_DUTY, SPARE_MBIT = 0.35, 40.0
+"""Of the last peer, and of all links that do not join neighbors: what is left is missed, and worth going back to."""
+
+WARM, CHANGED = 30, 50
+"""Steps before a change, and after it."""
+
+BACK = {"link": 180, "peer": 60}
+"""Steps after it has come back: links that are not in use are tried each minute, peers without a stage all 10 s."""
 
 LAST = 12
 """So many steps, at the end, are what a step takes."""
@@ -54,12 +62,12 @@ def benchmark(short: bool) -> list[Table]:
     torch.set_num_threads(1)
     rows: list[tuple[Cell, ...]] = []
     worst = 0.0
-    changes: dict[str, Network] = {"a link drops to a tenth": _slow_link, "a peer gets three times slower": _slow_peer}
-    for name, network in list(changes.items())[: 1 if short else None]:
+    changes = {"link": ("a link drops to a tenth", _slow_link), "peer": ("a peer gets three times slower", _slow_peer)}
+    for kind, (name, network) in list(changes.items())[: 1 if short else None]:
         networks = [network] if short else [network, _usual]
-        plans, seconds, files = _run(networks, WARM + CHANGED * len(networks))
-        for i, (what, file) in enumerate(zip((name, "it comes back"), files, strict=False)):
-            start, end = WARM + CHANGED * i, WARM + CHANGED * (i + 1)
+        bounds = [WARM, WARM + CHANGED, WARM + CHANGED + BACK[kind]][: 1 + len(networks)]
+        plans, seconds, files = _run(networks, bounds[-1])
+        for what, file, (start, end) in zip((name, "it comes back"), files, pairwise(bounds), strict=False):
             step_s = statistics.median(seconds[end - LAST : end])
             _, fresh, _ = _run([], LAST + 5, file)
             over = step_s / statistics.median(fresh[-LAST:])
@@ -77,11 +85,13 @@ def _toml(slow: Mapping[str | Pair, float] | None = None) -> str:
     """The network; what is `slow` (a peer, or two peers whose links are) is so by a factor."""
     factors, lines = slow or {}, list[str]()
     for name in NAMES:
-        lines += ["[[peer]]", f'name = "{name}"', f"duty = {DUTY / factors.get(name, 1.0)}"]
+        duty = SPARE_DUTY if name == NAMES[-1] else DUTY
+        lines += ["[[peer]]", f'name = "{name}"', f"duty = {duty / factors.get(name, 1.0)}"]
     for src in NAMES:
         for dst in NAMES:
             if src != dst:
-                rate = MBIT / factors.get((min(src, dst), max(src, dst)), 1.0)
+                neighbors = {src, dst} in ({*NAMES[:2]}, {*NAMES[1:3]})
+                rate = (MBIT if neighbors else SPARE_MBIT) / factors.get((min(src, dst), max(src, dst)), 1.0)
                 lines += ["[[link]]", f'src = "{src}"', f'dst = "{dst}"', f"mbit_per_s = {rate}", "latency_ms = 2"]
     return "\n".join(lines)
 
@@ -145,7 +155,7 @@ def _run(
 
         duty = {name: peer.duty for name, peer in TopologyFile(file).topology.peers.items()}
         swarm = [LocalPeer(name, duty[name], device="cpu") for name in NAMES]
-        with LocalPeers(swarm, folder / "logs", file) as processes:
+        with LocalPeers(swarm, folder / "logs", file, acted.PROGRAM) as processes:
             runner = Coordinator(
                 job, graph=capture(net, data.train(0, 0)), source=data, run_dir=folder / "run",
                 weights=WeightStore(folder / "weights"), on_event=on_event,

@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +160,25 @@ def test_probes_go_to_the_links_that_were_not_seen_for_longest_and_never_to_thos
     book.saw([use("a", "b", 1e6, 3000 * MB)], 300.0, 400.0)
     wanted = [(p.src, p.dst) for p in book.probes(["a", "b", "c"], 400.0)]
     assert wanted == [("a", "c"), ("b", "a"), ("c", "a"), ("c", "b"), ("b", "c")]
+
+
+def test_links_that_may_have_changed_are_tried_again_at_once_within_the_budget():
+    book = LinkBook()
+    survey(book, {("c", "b"): 1e6, ("b", "c"): 1e6})
+    book.saw([use("a", "b", 1e6, 100 * MB)], 390.0, 400.0)
+    book.saw([use("a", "c", 1e6)], 399.0, 400.0, probe=True)
+    wanted = [(p.src, p.dst) for p in book.probes(["a", "b", "c"], 400.0, {("a", "c")})]
+    assert wanted[0] == ("a", "c") and len(wanted) > 1
+    assert book.probes(["a", "b", "c"], 400.0, {("a", "c")}, share=0.001) == []
+
+
+def test_a_short_frame_counts_among_those_that_tell_of_a_faster_link():
+    rate = Rate()
+    for at_s in (0.0, 1.0, 2.0, 3.0):
+        rate = with_sample(rate, 1e6, at_s)
+    for at_s, limited in ((4.0, True), (5.0, False), (6.0, False)):
+        rate = with_sample(rate, 10e6, at_s, limited)
+    assert rate.settled and rate.bytes_per_s == pytest.approx(10e6)
 
 
 def test_a_link_is_in_doubt_until_it_is_measured_and_again_while_it_is_not_what_it_was():

@@ -80,6 +80,31 @@ def test_what_cannot_change_the_step_asks_for_nothing():
     assert asked == [set(), set(), set(), set(usual) - {("stage", "ben")}]
 
 
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_an_idle_peer_that_changes_asks_once_and_one_that_trembles_never(factor):
+    """Cleo has no stage and tells its speed every other step."""
+    stages = StageTimes("anna", 0.1, 0.2, 2), StageTimes("ben", 0.1, 0.1, 1)
+    timeline = simulate(Workload("1f1b", 4, stages, (Message("F", 0, (1,), 1e5),), ()))
+    speeds = {"anna": 1e9, "ben": 1e9, "cleo": 1e9}
+    watch = replace(watching(timeline, speeds=speeds), settling=0)
+    asked = []
+    for step in range(80):
+        now = (factor if 20 <= step < 50 else 1.0) * (0.9, 1.1)[step // 2 % 2]
+        watch, deviations = observe(watch, {("stage", "cleo"): 1e-9 * now} if step % 2 == 0 else {})
+        asked += [(step, deviation.part) for deviation in deviations]
+    assert asked == [(20 + 2 * (PATIENCE - 1), ("stage", "cleo")), (50 + 2 * (PATIENCE - 1), ("stage", "cleo"))]
+
+
+def test_an_idle_peer_too_slow_to_matter_asks_for_nothing():
+    """With all that the busiest stage computes, it would save a fortieth of the step."""
+    stages = StageTimes("anna", 0.0005, 0.0005, 2), StageTimes("ben", 10.0, 10.0, 1)
+    timeline = simulate(Workload("1f1b", 1, stages, (Message("F", 0, (1,), 1e5),), ()))
+    watch = replace(watching(timeline, speeds={"anna": 1e9, "ben": 1e3, "cleo": 1e6}), settling=0)
+    for _ in range(PATIENCE):
+        watch, deviations = observe(watch, {("stage", "cleo"): 0.5e-6})
+        assert not deviations
+
+
 def test_the_worst_deviation_comes_first_and_is_told_in_words():
     watch = Watch(PARTS, settling=0)
     for _ in range(PATIENCE):

@@ -29,7 +29,7 @@ class Net(nn.Module):
 class Run:
     """A scheduler whose peers have surveyed their links, a minute ago, and the plan that followed."""
 
-    def __init__(self, frozen=False):
+    def __init__(self, frozen=False, flops_per_s=1e10):
         net = Net()
         for layer in net.layers:
             layer.weight.requires_grad_(not frozen)
@@ -40,7 +40,7 @@ class Run:
         )
         self.graph = capture(net, {"x": torch.randn(256, 64)})
         self.scheduler = Scheduler(job, self.graph)
-        self.known = [(Peer(name, 1e10, 1 << 30), "cpu") for name in NAMES]
+        self.known = [(Peer(name, flops_per_s, 1 << 30), "cpu") for name in NAMES]
         for pair in permutations(NAMES, 2):
             self.saw(pair, FAST, at_s=0.0)
         question = self.scheduler.ask(self.known, 60.0)
@@ -66,6 +66,11 @@ class Run:
         )
         return self.scheduler.committed(events.StepCommitted(1, 1000, 0.0, (), 1.0, 0, 0.0, 0.1, False, reports), at_s)
 
+    def rested(self, flops_per_s, at_s, rate=None):
+        """The spare tells its speed, and what came over a link to it."""
+        uses = [] if rate is None else [self.use((self.pair[0], self.spare), rate)]
+        self.scheduler.rested(self.spare, flops_per_s, uses, at_s - 1.0, at_s)
+
     def drop(self):
         """Both ways between the two, from second 61 on; it is noticed in second 64."""
         assert not self.step(61.0, FAST)
@@ -87,6 +92,58 @@ def test_links_that_nobody_measured_lately_are_tried_before_a_plan_goes_over_the
         run.saw(pair, FAST, at_s=65.0)
     sure = run.better(65.0)
     assert sure.layout.names == found.layout.names and not sure.doubtful
+
+
+def test_a_spare_that_gets_faster_makes_us_ask_and_takes_a_stage():
+    run, asked = Run(flops_per_s=1e7), []
+    assert not run.step(61.0, FAST)
+    for at_s in (62.0, 63.0, 64.0, 65.0):
+        run.rested(3e7, at_s)
+        asked += run.step(at_s, FAST)
+    assert [(d.part, d.ratio) for d in asked] == [(("stage", run.spare), pytest.approx(1 / 3))]
+    assert run.spare in run.better(65.0).layout.names
+
+
+def test_an_idle_link_that_gets_faster_is_tried_again_and_makes_us_ask():
+    run, pairs, asked = Run(), [], []
+    run.scheduler.saw([LinkUse(*run.pair, 1 << 30, 0, 0.0, None)], 60.0, 61.0)  # a hundredth of it for test frames
+    assert not run.step(61.0, FAST)
+    for at_s in (70.0, 80.0, 90.0):
+        run.rested(0.0, at_s, rate=8 * FAST)
+        asked += run.step(at_s, FAST)
+        pairs.append([(probe.src, probe.dst) for probe in run.scheduler.probes(NAMES, at_s)][:1])
+    assert pairs[:2] == [[(run.pair[0], run.spare)]] * 2 and pairs[2] != pairs[0]
+    assert [d.part for d in asked] == [("link", run.pair[0], run.spare)]
+
+
+def test_an_idle_peer_is_as_fast_as_its_work_was_until_its_tests_change():
+    """A test of 2e10 stands for the 1e10 of its work; they are believed in proportion."""
+    run = Run()
+    run.drop()
+    worked, idle = run.pair[0], lambda: {p.name: p.flops_per_s for p in run.scheduler.ask(run.known, 70.0).peers}
+    before = idle()[worked]
+    for flops_per_s, factor in ((2e10, 1.0), (2e10, 1.0), (1e10, 0.5)):
+        run.scheduler.rested(worked, flops_per_s, (), 69.0, 70.0)
+        assert idle()[worked] == pytest.approx(factor * before)
+
+
+def test_what_a_change_costs_is_learnt_from_changes_and_not_from_the_start(monkeypatch):
+    run, stalls, decide = Run(), [], replan.decide
+
+    def noted(*plans, stall_s, **rest):
+        stalls.append(stall_s)
+        return decide(*plans, stall_s=stall_s, **rest)
+
+    monkeypatch.setattr(replan, "decide", noted)
+    run.drop()
+    found = run.better(64.0)
+    question = run.scheduler.ask(run.known, 64.0)
+    run.scheduler.began(found.layout, question, 64.0, ())
+    run.scheduler.prepared(64.0 + stalls[0] + 2.0)  # two seconds more than thought
+    run.scheduler.began(run.layout, question, 70.0)
+    run.scheduler.prepared(170.0)  # from the start again: that loads weights
+    run.better(170.0)
+    assert stalls[1] == pytest.approx(stalls[0] + 2.0)
 
 
 def test_links_that_turn_out_slow_are_left_out():

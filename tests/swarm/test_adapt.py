@@ -58,11 +58,12 @@ def network(slow=(), duty=None):
     return "\n".join(lines)
 
 
-def run(folder, steps, during):
-    """Trains on two of three peers; `during(file, seen)` changes the network meanwhile. Returns (losses, events)."""
+def run(folder, steps, during, first=None):
+    """Trains on two of three peers; `during(file, seen)` changes the network (at `first` another than the usual one)
+    meanwhile; if it returns true, the run ends there. Returns (losses, events)."""
     torch.set_num_threads(1)
     file = folder / "network.toml"
-    file.write_text(network())
+    file.write_text(first or network())
     job = config.JobConfig(
         train=config.TrainConfig(steps=steps, microbatches=MICROBATCHES, lr=1e-3),
         pipeline=config.PipelineConfig(peers=3, stages=2),
@@ -77,9 +78,14 @@ def run(folder, steps, during):
 
     async def whole(coordinator, processes):
         ticket = await coordinator.start()
-        beside = asyncio.create_task(during(file, seen))
+
+        async def beside():
+            if await during(file, seen):
+                coordinator.stop()
+
+        changing = asyncio.create_task(beside())
         result = await train_with(coordinator, processes, recorder)(ticket)
-        await beside
+        await changing
         return result
 
     duty = {name: peer.duty for name, peer in TopologyFile(file).topology.peers.items()}
@@ -89,16 +95,20 @@ def run(folder, steps, during):
             weights=WeightStore(folder / "weights"), on_event=on_event, wait_s=120.0,
         )  # fmt: skip
         result = loops.run(asyncio.wait_for(whole(coordinator, processes), 200))
-    assert result.losses == swarm.plain_loop(job, net(), source())[0]  # whatever happened
+    assert result.losses == swarm.plain_loop(job, net(), source())[0][: len(result.losses)]  # whatever happened
     return result, seen
 
 
-async def after(seen, steps):
+async def until(true, what):
     for _ in range(10_000):
-        if len(of(events.StepCommitted, seen)) >= steps:
+        if true():
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"{steps} steps were not made")
+    raise AssertionError(what)
+
+
+async def after(seen, steps):
+    await until(lambda: len(of(events.StepCommitted, seen)) >= steps, f"{steps} steps were not made")
 
 
 def plans(seen):
@@ -135,6 +145,19 @@ def test_links_that_dropped_unseen_are_not_gone_over_to(tmp_path):
     first, *others = plans(seen)
     slow = max(first.plan.stages, key=lambda stage: stage.memory_bytes).peer
     assert len(others) <= 1 and all(slow not in pair(other) for other in others)
+
+
+def test_a_peer_that_was_too_slow_gets_a_stage_when_it_has_recovered(tmp_path):
+    others = {"anna": 0.05, "ben": 0.05}
+
+    async def recover(file, seen):
+        await after(seen, 8)
+        assert pair(plans(seen)[-1]) == {"anna", "ben"}
+        file.write_text(network(duty={**others, "carl": 0.9}))
+        await until(lambda: "carl" in pair(plans(seen)[-1]), "carl was left out")
+        return True
+
+    run(tmp_path, 400, recover, network(duty={**others, "carl": 0.005}))
 
 
 def test_noise_changes_nothing(tmp_path):
