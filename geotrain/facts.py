@@ -137,7 +137,17 @@ class Recorder:
             return
         codecs = self._links.setdefault((report.peer, plan.stages[neighbor].peer), _LinkFacts()).codecs
         old = codecs.get(use.codec, CodecUse(use.direction, use.codec))
-        sums = ("raw_bytes", "wire_bytes", "encode_s", "decode_s", "sampled_bytes", "samples", "error", "gain")
+        sums = (
+            "elements",
+            "raw_bytes",
+            "wire_bytes",
+            "encode_s",
+            "decode_s",
+            "sampled_bytes",
+            "samples",
+            "error",
+            "gain",
+        )
         codecs[use.codec] = replace(old, **{name: getattr(old, name) + getattr(use, name) for name in sums})
 
     def facts(self, **more: Any) -> dict[str, Any]:

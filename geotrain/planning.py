@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import BACKWARD, FORWARD, RAW
+from .codecs.ladder import BACKWARD, FORWARD, Rates
 from .config import JobConfig, load_job
 from .coordinate import read_plan
 from .disk import write_atomic
@@ -173,14 +173,11 @@ def answered(question: Question, given: Plan | None = None) -> Answer:
         question.job, question.graph, question.peers, 1, given, question.links, forward=FORWARD, backward=BACKWARD
     )
     planning_s = time.monotonic() - start
-    seconds = {
-        rung.codec: (rung.encode_seconds_per_element / RAW.bytes_per_element,
-                     rung.decode_seconds_per_element / RAW.bytes_per_element)
+    rates = {
+        rung.codec: Rates(rung.encode_seconds_per_element, rung.decode_seconds_per_element)
         for rung in (*FORWARD, *BACKWARD)
-    }  # fmt: skip
-    load = workload(
-        layout.plan, layout.stages, CostModel(question.graph), question.peers, _with_ends(question), seconds
-    )
+    }
+    load = workload(layout.plan, layout.stages, CostModel(question.graph), question.peers, _with_ends(question), rates)
     return Answer(layout, simulate(load), planning_s)
 
 

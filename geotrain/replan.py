@@ -5,11 +5,11 @@
     if deviations:                                       # ask the planner, with the links and speeds as they are now
         verdict = decide(now, proposed, steps_left=..., copy_s=..., stall_s=...)
 
-A part (a peer's computing, a link) deviates when it was off by more than `TOLERANCE` in each of the last `PATIENCE`
-steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was measured is what is
-expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes if it saves more
-in its first `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and `LEAST_GAIN` of
-the step at least.
+A part (a peer's computing, a link, the bytes that cross it) deviates when it was off by more than `TOLERANCE` in each
+of the last `PATIENCE` steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was
+measured is what is expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes
+if it saves more in its first `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and
+`LEAST_GAIN` of the step at least.
 """
 
 from collections import Counter
@@ -31,10 +31,10 @@ SETTLE = 1
 LEAST_GAIN = 0.03
 
 Part = tuple[str, ...]
-"""("stage", peer) or ("link", src, dst)."""
+"""("stage", peer), ("link", src, dst) or ("bytes", src, dst)."""
 
 Figures = Mapping[Part, float]
-"""Seconds of computing for each microbatch, seconds for each byte on a link; by part."""
+"""Seconds of computing for each microbatch, seconds for each byte on a link, and bytes of a step; by part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class Deviation:
         return self.measured / self.expected
 
     def __str__(self) -> str:
+        if self.part[0] == "bytes":
+            return f"{self.ratio:.1f} times the bytes that were planned go from {self.part[1]} to {self.part[2]}"
         what = self.part[1] if self.part[0] == "stage" else f"the link from {self.part[1]} to {self.part[2]}"
         factor = max(self.ratio, 1 / self.ratio)
         return f"{what} is {factor:.1f} times {'slower' if self.ratio > 1 else 'faster'} than planned"
@@ -59,7 +61,8 @@ class Deviation:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What is expected of the running plan, the last figures of each part, and how many steps still to pass over.
-    `amounts`: how many microbatches or bytes each part has in a step of `step_s`; a part without one always matters."""
+    `amounts`: what a part's figure is multiplied by to be seconds of a step of `step_s` (microbatches, bytes, or
+    seconds for each byte); a part without one always matters."""
 
     expected: Figures
     seen: Mapping[Part, tuple[float, ...]] = field(default_factory=dict[Part, tuple[float, ...]])
@@ -78,6 +81,7 @@ def watching(timeline: Timeline, links: Iterable[Link] = ()) -> Watch:
     figures = expected(timeline, links)
     amounts: dict[Part, float] = {("link", load.src, load.dst): load.nbytes for load in timeline.loads}
     most = max(amounts.values(), default=0.0)
+    amounts |= {("bytes", *part[1:]): figures[part] for part in amounts if part in figures}
     for part in figures:
         amounts.setdefault(part, timeline.workload.microbatches if part[0] == "stage" else most)
     return Watch(figures, amounts=amounts, step_s=timeline.step_seconds)
@@ -93,6 +97,7 @@ def expected(timeline: Timeline, links: Iterable[Link] = ()) -> dict[Part, float
     for load in timeline.loads:
         if load.nbytes > 0 and load.busy_s > 0:
             figures["link", load.src, load.dst] = load.busy_s / load.nbytes
+            figures["bytes", load.src, load.dst] = load.nbytes
     return figures
 
 
@@ -106,6 +111,7 @@ def measured(reports: Iterable[StageReport], microbatches: int) -> dict[Part, fl
         for use in report.links:
             if use.timed_bytes > 0:
                 figures["link", use.src, use.dst] = use.busy_s / use.timed_bytes
+                figures["bytes", use.src, use.dst] = use.nbytes
     return figures
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from . import events, replan
 from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
-from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung, extra_steps
+from .codecs.ladder import BACKWARD, FORWARD, RAW, Rates, Rung, extra_steps, with_relatives
 from .config import JobConfig
 from .cost import optimizer_states
 from .errors import PlanError
@@ -21,7 +21,7 @@ from .graph import OpGraph, to_bytes
 from .layout import Layout, handover, lacking, lay_out
 from .links import LinkBook, Pair, Probe
 from .simulator import Timeline, simulate
-from .workload import Seconds, workload
+from .workload import workload
 
 _RECENT = 5
 """So many steps say how fast a peer is."""
@@ -50,7 +50,7 @@ class Question:
     peers: tuple[Peer, ...]
     links: tuple[Link, ...]
     costs: CostModel
-    codec_seconds: Seconds
+    codecs: Mapping[str, Rates]
     commit_s: float
     forward: tuple[Rung, ...]
     backward: tuple[Rung, ...]
@@ -179,7 +179,8 @@ class Scheduler:
         for use in report.codecs:
             old = self._codecs.get(use.codec, CodecUse("", use.codec))
             self._codecs[use.codec] = replace(
-                old, raw_bytes=old.raw_bytes + use.raw_bytes, encode_s=old.encode_s + use.encode_s,
+                old, elements=old.elements + use.elements, raw_bytes=old.raw_bytes + use.raw_bytes,
+                wire_bytes=old.wire_bytes + use.wire_bytes, encode_s=old.encode_s + use.encode_s,
                 decode_s=old.decode_s + use.decode_s, sampled_bytes=old.sampled_bytes + use.sampled_bytes,
             )  # fmt: skip
 
@@ -222,35 +223,31 @@ class Scheduler:
         )  # fmt: skip
         kinds = {peer.name: kind for peer, kind in known}
         profiles = {kind: profile for kind, profile in self._profiles.items() if profile.times}
-        seconds = {
-            name: (use.encode_s / use.raw_bytes, use.decode_s / use.sampled_bytes if use.sampled_bytes else 0.0)
-            for name, use in self._codecs.items()
-            if use.raw_bytes
-        }
+        seen = {name: _rates(use) for name, use in self._codecs.items() if use.elements and name != RAW.codec}
+        seen = with_relatives(with_relatives(seen, FORWARD), BACKWARD)
         commit_s = median(self._overheads) if self._overheads else 0.0
         names = [peer.name for peer in peers]
         links = tuple(self._book.links(names, now_s))
         doubtful = self._book.doubtful(names, self._changed_s)
         if (kinds, profiles) != (self._costs.kinds, self._costs.profiles):
             self._costs = CostModel(self._graph, kinds, profiles)
-        forward, backward = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
-        return Question(peers, links, self._costs, seconds, commit_s, forward, backward, doubtful)
+        forward, backward = (self._ladder(ladder, seen) for ladder in (FORWARD, BACKWARD))
+        return Question(peers, links, self._costs, seen, commit_s, forward, backward, doubtful)
 
-    def _ladder(self, rungs: Sequence[Rung], seconds: Seconds) -> tuple[Rung, ...]:
-        """What this job knows of codecs: their seconds as far as they were used, their costs as far as they were
-        tried. Without a loss budget there is nothing to choose."""
+    def _ladder(self, rungs: Sequence[Rung], seen: Mapping[str, Rates]) -> tuple[Rung, ...]:
+        """What this job knows of codecs: their bytes and seconds as far as they or their like were used, their costs
+        as far as they were tried. Without a loss budget there is nothing to choose."""
         if self._job.compression.max_loss_increase == 0:
             return (RAW,)
         found: list[Rung] = []
         for rung in rungs:
-            encode_s, decode_s = seconds.get(rung.codec, (0.0, 0.0))
-            found.append(
-                replace(
-                    rung, cost=rung.cost * self._cost_factor,
-                    encode_seconds_per_element=encode_s * RAW.bytes_per_element or rung.encode_seconds_per_element,
-                    decode_seconds_per_element=decode_s * RAW.bytes_per_element or rung.decode_seconds_per_element,
-                )
-            )  # fmt: skip
+            rung = replace(rung, cost=rung.cost * self._cost_factor)
+            if of := seen.get(rung.codec):
+                rung = replace(
+                    rung, bytes_per_element=of.nbytes, seen=True, encode_seconds_per_element=of.encode_s,
+                    decode_seconds_per_element=of.decode_s or rung.decode_seconds_per_element,
+                )  # fmt: skip
+            found.append(rung)
         return tuple(found)
 
     def lay_out(self, question: Question, epoch: int, given: Plan | None = None, near: Plan | None = None) -> Layout:
@@ -307,7 +304,7 @@ class Scheduler:
     def _simulated(self, layout: Layout, question: Question) -> Timeline:
         return simulate(
             workload(
-                layout.plan, layout.stages, question.costs, question.peers, question.links, question.codec_seconds,
+                layout.plan, layout.stages, question.costs, question.peers, question.links, question.codecs,
                 question.commit_s,
             )
         )  # fmt: skip
@@ -341,6 +338,12 @@ class Scheduler:
         if parameter is None:
             return self._graph.buffers[name].spec.nbytes
         return parameter.spec.nbytes * (1 + parameter.requires_grad * optimizer_states(train.optimizer, train.momentum))
+
+
+def _rates(use: CodecUse) -> Rates:
+    """Decoding is timed where a message is sampled."""
+    decode_s = use.decode_s / use.sampled_bytes * use.raw_bytes if use.sampled_bytes else 0.0
+    return Rates(use.encode_s / use.elements, decode_s / use.elements, use.wire_bytes / use.elements)
 
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:

@@ -9,19 +9,31 @@ by themselves `ec-E` and `ecm-E`: the same error, and more bytes.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One codec in one direction. `cost`: the extra steps needed, as a fraction, for each boundary that uses it.
-    Seconds are those of an element: encoding at the sender, decoding at the receiver."""
+    Seconds are those of an element: encoding at the sender, decoding at the receiver. `seen`: in this job, so its bytes
+    are those of its messages."""
 
     codec: str
     bytes_per_element: float
     encode_seconds_per_element: float = 0.0
     decode_seconds_per_element: float = 0.0
     cost: float = 0.0
+    seen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of a codec, for each element; `nbytes` is None where a job has not seen them: they are what is typical."""
+
+    encode_s: float
+    decode_s: float
+    nbytes: float | None = None
 
 
 RAW = Rung("identity", 4.0)
@@ -48,6 +60,27 @@ BACKWARD: tuple[Rung, ...] = (
     Rung("tcm-4", 0.136, 12e-9, 9e-9, 0.06),
 )
 """Least compression first."""
+
+
+def with_relatives(seen: Mapping[str, Rates], rungs: Sequence[Rung]) -> dict[str, Rates]:
+    """What was seen of codecs, and what is to be expected of the others of their kind (`tcu-01` is one of `tcu-001`):
+    bytes that are off as those of the nearest one are, and its seconds.
+
+    >>> with_relatives({"tcu-0025": Rates(1e-9, 1e-9, 0.54)}, FORWARD)["tcu-01"]
+    Rates(encode_s=1e-09, decode_s=1e-09, nbytes=0.44)
+    """
+    found = dict(seen)
+    for i, rung in enumerate(rungs):
+        kind = rung.codec.partition("-")[0]
+        alike = [j for j, other in enumerate(rungs) if other.codec in seen and other.codec.partition("-")[0] == kind]
+        if rung.codec not in seen and alike:
+            near = rungs[min(alike, key=lambda j: abs(i - j))]
+            of = seen[near.codec]
+            if of.nbytes is not None:
+                of = replace(of, nbytes=rung.bytes_per_element * of.nbytes / near.bytes_per_element)
+            found[rung.codec] = of
+    return found
+
 
 _LOSS_FOR_E_FOLD_STEPS = 0.17
 """What the held-out loss falls by, as a fraction of itself, while the number of steps grows e-fold: 0.30 of 1.76 nats
