@@ -13,12 +13,12 @@ from statistics import median
 from . import events, replan
 from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
-from .codecs.ladder import BACKWARD, FORWARD, RAW, Rates, Rung, extra_steps, with_relatives
+from .codecs.ladder import RAW, Rates, Rung, extra_steps, with_relatives
 from .config import JobConfig
 from .cost import optimizer_states
 from .errors import PlanError
 from .graph import OpGraph, to_bytes
-from .layout import Layout, handover, lacking, lay_out
+from .layout import Layout, handover, lacking, ladders, lay_out
 from .links import LinkBook, Pair, Probe
 from .simulator import Timeline, simulate
 from .workload import workload
@@ -75,6 +75,7 @@ class Scheduler:
 
     def __init__(self, job: JobConfig, graph: OpGraph) -> None:
         self._job, self._graph = job, graph
+        self._ladders = ladders(job, graph)
         self._max_extra_steps = extra_steps(job.compression.max_loss_increase)
         self._book = LinkBook()
         self._profiles: dict[str, Profile] = {}
@@ -126,7 +127,7 @@ class Scheduler:
         raw = sum(t.raw for t in trials)
         error = sum(t.difference for t in trials) / raw if raw > 0 else 0.0
         losses = next((t.losses for t in trials if t.losses), (0.0, 0.0))
-        expected = plan_cost(self._layout.plan, FORWARD, BACKWARD)
+        expected = plan_cost(self._layout.plan, *self._ladders)
         if expected > 0:
             self._cost_factor = max(1.0, SENSITIVITY * error / expected)
         cost = SENSITIVITY * error
@@ -224,14 +225,15 @@ class Scheduler:
         kinds = {peer.name: kind for peer, kind in known}
         profiles = {kind: profile for kind, profile in self._profiles.items() if profile.times}
         seen = {name: _rates(use) for name, use in self._codecs.items() if use.elements and name != RAW.codec}
-        seen = with_relatives(with_relatives(seen, FORWARD), BACKWARD)
+        for ladder in self._ladders:
+            seen = with_relatives(seen, ladder)
         commit_s = median(self._overheads) if self._overheads else 0.0
         names = [peer.name for peer in peers]
         links = tuple(self._book.links(names, now_s))
         doubtful = self._book.doubtful(names, self._changed_s)
         if (kinds, profiles) != (self._costs.kinds, self._costs.profiles):
             self._costs = CostModel(self._graph, kinds, profiles)
-        forward, backward = (self._ladder(ladder, seen) for ladder in (FORWARD, BACKWARD))
+        forward, backward = (self._ladder(ladder, seen) for ladder in self._ladders)
         return Question(peers, links, self._costs, seen, commit_s, forward, backward, doubtful)
 
     def _ladder(self, rungs: Sequence[Rung], seen: Mapping[str, Rates]) -> tuple[Rung, ...]:

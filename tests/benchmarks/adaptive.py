@@ -53,7 +53,7 @@ class Run:
 
 
 def benchmark(short: bool) -> list[Table]:
-    steps = 12 if short else 120
+    steps = 12 if short else 50
     free = _run(_job(steps, 0.0), None)
     chosen = _run(_job(steps, 0.01), _toml())
     runs = {"links without limit, nothing lost": free, "homes, codecs as chosen": chosen}
@@ -71,7 +71,7 @@ context = 128
 
 [train]
 steps = {steps}
-microbatches = 8
+microbatches = 16
 microbatch_size = 2
 lr = 1e-3
 warmup_steps = 10
