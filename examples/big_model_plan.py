@@ -19,7 +19,7 @@ from pathlib import Path
 from geotrain import planner
 from geotrain.base import Link, Peer
 from geotrain.blocks import CostModel
-from geotrain.codecs.ladder import BACKWARD, FORWARD
+from geotrain.codecs.ladder import PRETRAINED_BACKWARD, PRETRAINED_FORWARD
 from geotrain.config import parse_job
 from geotrain.errors import PlanError
 from geotrain.graph import OpGraph, capture, cut
@@ -93,7 +93,10 @@ def report(name: str, machines: list[Peer]) -> None:
         Link(a.name, b.name, min(a.up_bytes_per_s, b.down_bytes_per_s), LATENCY_S)
         for a in machines for b in machines if a != b
     ]  # fmt: skip
-    for how, codecs in (("raw", {}), ("compressed by the plan", {"forward": FORWARD, "backward": BACKWARD})):
+    for how, codecs in (
+        ("raw", {}),
+        ("compressed by the plan", {"forward": PRETRAINED_FORWARD, "backward": PRETRAINED_BACKWARD}),
+    ):
         try:
             plan = planner.plan(graph, machines, microbatches=MICROBATCHES, links=links, **codecs)
         except PlanError as error:

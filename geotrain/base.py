@@ -271,7 +271,7 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True)
 class CodecUse:
-    """What a stage encoded with one codec in one direction in a step.
+    """What a stage encoded with one codec in one direction in a step: `elements` of `raw_bytes` in `wire_bytes`.
 
     Of `samples` messages with `sampled_bytes` before encoding, decoded again by the sender in `decode_s`: `error`, the
     sum of their relative squared errors |x - y|^2 / |x|^2, and `gain`, the sum of <x, y> / <x, x> (1 each if unbiased).
@@ -279,6 +279,7 @@ class CodecUse:
 
     direction: str
     codec: str
+    elements: int = 0
     raw_bytes: int = 0
     wire_bytes: int = 0
     encode_s: float = 0.0

@@ -96,8 +96,8 @@ class Encoder:
         frame = Frame(key, codec, spec, list(payload))
         use = self._use(codec, key)
         self._uses[use.direction, codec] = replace(
-            use, raw_bytes=use.raw_bytes + spec.packed.nbytes, wire_bytes=use.wire_bytes + frame.nbytes,
-            encode_s=use.encode_s + seconds,
+            use, elements=use.elements + spec.packed.numel, raw_bytes=use.raw_bytes + spec.packed.nbytes,
+            wire_bytes=use.wire_bytes + frame.nbytes, encode_s=use.encode_s + seconds,
         )  # fmt: skip
         return frame
 

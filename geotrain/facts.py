@@ -10,7 +10,7 @@ was busy, divided by the microbatches of the step.
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from . import events
@@ -137,7 +137,7 @@ class Recorder:
             return
         codecs = self._links.setdefault((report.peer, plan.stages[neighbor].peer), _LinkFacts()).codecs
         old = codecs.get(use.codec, CodecUse(use.direction, use.codec))
-        sums = ("raw_bytes", "wire_bytes", "encode_s", "decode_s", "sampled_bytes", "samples", "error", "gain")
+        sums = [f.name for f in fields(CodecUse) if f.name not in ("direction", "codec")]
         codecs[use.codec] = replace(old, **{name: getattr(old, name) + getattr(use, name) for name in sums})
 
     def facts(self, **more: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from . import planner, protocol, schedule
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung
-from .config import JobConfig
+from .codecs.ladder import BACKWARD, FORWARD, PRETRAINED_BACKWARD, PRETRAINED_FORWARD, RAW, Rung
+from .config import HfModel, JobConfig
 from .errors import PlanError
 from .graph import OpGraph, StageGraph, cut, stage_modules, to_bytes
 from .windows import fitted
@@ -36,6 +36,14 @@ class Layout:
             for value in stage.inputs:
                 found.setdefault(value, []).append(name)
         return found
+
+
+def ladders(job: JobConfig, graph: OpGraph) -> tuple[tuple[Rung, ...], tuple[Rung, ...]]:
+    """The codecs to choose from, forward and backward. Frozen weights tell of a training before, too."""
+    frozen = any(not parameter.requires_grad for parameter in graph.parameters.values())
+    if frozen or (isinstance(job.model, HfModel) and not job.model.fresh):
+        return PRETRAINED_FORWARD, PRETRAINED_BACKWARD
+    return FORWARD, BACKWARD
 
 
 def lay_out(
@@ -130,4 +138,5 @@ def lacking(layout: Layout, given: Mapping[str, str], has: Mapping[str, Collecti
 
 def plan(graph: OpGraph, peers: Sequence[Peer], links: Sequence[Link], job: JobConfig) -> Plan:
     """Who runs what, for a job, with the codecs' default costs. Raises `PlanError` if nothing fits."""
-    return lay_out(job, graph, peers, 1, None, links, forward=FORWARD, backward=BACKWARD).plan
+    forward, backward = ladders(job, graph)
+    return lay_out(job, graph, peers, 1, None, links, forward=forward, backward=backward).plan

@@ -14,14 +14,14 @@ from rich.text import Text
 
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import BACKWARD, FORWARD, RAW
+from .codecs.ladder import Rates
 from .config import JobConfig, load_job
 from .coordinate import read_plan
 from .disk import write_atomic
 from .errors import ConfigError, UserError
 from .graph import OpGraph, from_bytes
 from .jobs import open_job
-from .layout import Layout, lay_out
+from .layout import Layout, ladders, lay_out
 from .local import read_topology
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
 from .planner.baselines import baselines
@@ -169,18 +169,16 @@ def described_peers(shape: Topology) -> list[Peer]:
 def answered(question: Question, given: Plan | None = None) -> Answer:
     """A plan for it (or the `given` one, checked), played through. Raises `PlanError`."""
     start = time.monotonic()
+    forward, backward = ladders(question.job, question.graph)
     layout = lay_out(
-        question.job, question.graph, question.peers, 1, given, question.links, forward=FORWARD, backward=BACKWARD
+        question.job, question.graph, question.peers, 1, given, question.links, forward=forward, backward=backward
     )
     planning_s = time.monotonic() - start
-    seconds = {
-        rung.codec: (rung.encode_seconds_per_element / RAW.bytes_per_element,
-                     rung.decode_seconds_per_element / RAW.bytes_per_element)
-        for rung in (*FORWARD, *BACKWARD)
-    }  # fmt: skip
-    load = workload(
-        layout.plan, layout.stages, CostModel(question.graph), question.peers, _with_ends(question), seconds
-    )
+    rates = {
+        rung.codec: Rates(rung.encode_seconds_per_element, rung.decode_seconds_per_element)
+        for rung in (*forward, *backward)
+    }
+    load = workload(layout.plan, layout.stages, CostModel(question.graph), question.peers, _with_ends(question), rates)
     return Answer(layout, simulate(load), planning_s)
 
 
@@ -321,11 +319,11 @@ def _compare(console: Console, question: Question, answer: Answer) -> None:
 
 
 def _instance(question: Question) -> Instance:
-    train = question.job.train
+    train, (forward, backward) = question.job.train, ladders(question.job, question.graph)
     return instance(
         question.graph, question.peers, borders(question.graph, len(question.peers), _BORDERS),
         microbatches=train.microbatches, schedule=question.job.pipeline.schedule, optimizer=train.optimizer,
-        momentum=train.momentum, links=question.links, forward=FORWARD, backward=BACKWARD,
+        momentum=train.momentum, links=question.links, forward=forward, backward=backward,
         max_loss_increase=question.job.compression.max_loss_increase,
     )  # fmt: skip
 

@@ -5,12 +5,12 @@
     if deviations:                                       # ask the planner, with the links and speeds as they are now
         verdict = decide(now, proposed, steps_left=..., copy_s=..., stall_s=...)
 
-A part (a peer's computing, a link) deviates when it was off by more than `TOLERANCE` in each of the last `PATIENCE`
-steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was measured is what is
-expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes if it saves more
-in its first `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and `LEAST_GAIN` of
-the step at least. Peers and links that the plan leaves idle are watched like those that it uses: when one of them
-gets faster, a plan that was not worth it may be.
+A part (a peer's computing, a link, the bytes that cross it) deviates when it was off by more than `TOLERANCE` in each
+of the last `PATIENCE` steps, always to the same side, and a step could differ by `LEAST_GAIN` for it. Then what was
+measured is what is expected from now on, so that one change asks once, and noise of 10% never does. The new plan comes
+if it saves more in its first `HORIZON` steps (or the rest of the run, if that is shorter) than it costs to go over, and
+`LEAST_GAIN` of the step at least. Peers and links that the plan leaves idle are watched like those that it uses: when
+one of them gets faster, a plan that was not worth it may be.
 """
 
 from collections import Counter
@@ -32,10 +32,11 @@ SETTLE = 1
 LEAST_GAIN = 0.03
 
 Part = tuple[str, ...]
-"""("stage", peer), also of a peer without one, or ("link", src, dst)."""
+"""("stage", peer), also of a peer without one, ("link", src, dst) or ("bytes", src, dst)."""
 
 Figures = Mapping[Part, float]
-"""By part: seconds of computing for each microbatch, of an idle peer for each FLOP; seconds for each byte on a link."""
+"""By part: seconds of computing for each microbatch, of an idle peer for each FLOP; seconds for each byte on a link;
+bytes of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Deviation:
         return self.measured / self.expected
 
     def __str__(self) -> str:
+        if self.part[0] == "bytes":
+            return f"{self.ratio:.1f} times the bytes that were planned go from {self.part[1]} to {self.part[2]}"
         what = self.part[1] if self.part[0] == "stage" else f"the link from {self.part[1]} to {self.part[2]}"
         factor = max(self.ratio, 1 / self.ratio)
         return f"{what} is {factor:.1f} times {'slower' if self.ratio > 1 else 'faster'} than planned"
@@ -60,8 +63,8 @@ class Deviation:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What is expected of the running plan, the last figures of each part, and how many steps still to pass over.
-    `amounts`: how many microbatches, FLOPs or bytes each part has in a step of `step_s`; a part without one always
-    matters."""
+    `amounts`: what a part's figure is multiplied by to be seconds of a step of `step_s` (microbatches, FLOPs, bytes, or
+    seconds for each byte); a part without one always matters."""
 
     expected: Figures
     seen: Mapping[Part, tuple[float, ...]] = field(default_factory=dict[Part, tuple[float, ...]])
@@ -81,6 +84,7 @@ def watching(timeline: Timeline, links: Iterable[Link] = (), speeds: Mapping[str
     figures, speeds, load = expected(timeline, links), speeds or {}, timeline.workload
     amounts: dict[Part, float] = {("link", x.src, x.dst): x.nbytes for x in timeline.loads}
     most = max(amounts.values(), default=0.0)
+    amounts |= {("bytes", *part[1:]): figures[part] for part in amounts if part in figures}
     for part in figures:
         amounts.setdefault(part, load.microbatches if part[0] == "stage" else most)
     flops = (load.microbatches * figures["stage", stage.peer] * speeds.get(stage.peer, 0.0) for stage in load.stages)
@@ -100,6 +104,7 @@ def expected(timeline: Timeline, links: Iterable[Link] = ()) -> dict[Part, float
     for load in timeline.loads:
         if load.nbytes > 0 and load.busy_s > 0:
             figures["link", load.src, load.dst] = load.busy_s / load.nbytes
+            figures["bytes", load.src, load.dst] = load.nbytes
     return figures
 
 
@@ -113,6 +118,7 @@ def measured(reports: Iterable[StageReport], microbatches: int) -> dict[Part, fl
         for use in report.links:
             if use.timed_bytes > 0:
                 figures["link", use.src, use.dst] = use.busy_s / use.timed_bytes
+                figures["bytes", use.src, use.dst] = use.nbytes
     return figures
 
 

@@ -13,15 +13,15 @@ from statistics import median
 from . import events, replan
 from .base import CodecUse, Link, LinkUse, Peer, Plan, StageReport, Trial
 from .blocks import BlockTime, CostModel, Profile, to_measure
-from .codecs.ladder import BACKWARD, FORWARD, RAW, Rung, extra_steps
+from .codecs.ladder import RAW, Rates, Rung, extra_steps, with_relatives
 from .config import JobConfig
 from .cost import optimizer_states
 from .errors import PlanError
 from .graph import OpGraph, to_bytes
-from .layout import Layout, handover, lacking, lay_out
+from .layout import Layout, handover, lacking, ladders, lay_out
 from .links import LinkBook, Pair, Probe
 from .simulator import Timeline, simulate
-from .workload import Seconds, workload
+from .workload import workload
 
 _RECENT = 5
 """So many steps say how fast a peer is."""
@@ -53,7 +53,7 @@ class Question:
     peers: tuple[Peer, ...]
     links: tuple[Link, ...]
     costs: CostModel
-    codec_seconds: Seconds
+    codecs: Mapping[str, Rates]
     commit_s: float
     forward: tuple[Rung, ...]
     backward: tuple[Rung, ...]
@@ -78,6 +78,7 @@ class Scheduler:
 
     def __init__(self, job: JobConfig, graph: OpGraph) -> None:
         self._job, self._graph = job, graph
+        self._ladders = ladders(job, graph)
         self._max_extra_steps = extra_steps(job.compression.max_loss_increase)
         self._book = LinkBook()
         self._profiles: dict[str, Profile] = {}
@@ -133,7 +134,7 @@ class Scheduler:
         raw = sum(t.raw for t in trials)
         error = sum(t.difference for t in trials) / raw if raw > 0 else 0.0
         losses = next((t.losses for t in trials if t.losses), (0.0, 0.0))
-        expected = plan_cost(self._layout.plan, FORWARD, BACKWARD)
+        expected = plan_cost(self._layout.plan, *self._ladders)
         if expected > 0:
             self._cost_factor = max(1.0, SENSITIVITY * error / expected)
         cost = SENSITIVITY * error
@@ -201,7 +202,8 @@ class Scheduler:
         for use in report.codecs:
             old = self._codecs.get(use.codec, CodecUse("", use.codec))
             self._codecs[use.codec] = replace(
-                old, raw_bytes=old.raw_bytes + use.raw_bytes, encode_s=old.encode_s + use.encode_s,
+                old, elements=old.elements + use.elements, raw_bytes=old.raw_bytes + use.raw_bytes,
+                wire_bytes=old.wire_bytes + use.wire_bytes, encode_s=old.encode_s + use.encode_s,
                 decode_s=old.decode_s + use.decode_s, sampled_bytes=old.sampled_bytes + use.sampled_bytes,
             )  # fmt: skip
 
@@ -246,35 +248,32 @@ class Scheduler:
         )  # fmt: skip
         kinds = {peer.name: kind for peer, kind in known}
         profiles = {kind: profile for kind, profile in self._profiles.items() if profile.times}
-        seconds = {
-            name: (use.encode_s / use.raw_bytes, use.decode_s / use.sampled_bytes if use.sampled_bytes else 0.0)
-            for name, use in self._codecs.items()
-            if use.raw_bytes
-        }
+        seen = {name: _rates(use) for name, use in self._codecs.items() if use.elements and name != RAW.codec}
+        for ladder in self._ladders:
+            seen = with_relatives(seen, ladder)
         commit_s = median(self._overheads) if self._overheads else 0.0
         names = [peer.name for peer in peers]
         links = tuple(self._book.links(names, now_s))
         doubtful = self._book.doubtful(names, self._changed_s)
         if (kinds, profiles) != (self._costs.kinds, self._costs.profiles):
             self._costs = CostModel(self._graph, kinds, profiles)
-        forward, backward = (self._ladder(ladder, seconds) for ladder in (FORWARD, BACKWARD))
-        return Question(peers, links, self._costs, seconds, commit_s, forward, backward, doubtful)
+        forward, backward = (self._ladder(ladder, seen) for ladder in self._ladders)
+        return Question(peers, links, self._costs, seen, commit_s, forward, backward, doubtful)
 
-    def _ladder(self, rungs: Sequence[Rung], seconds: Seconds) -> tuple[Rung, ...]:
-        """What this job knows of codecs: their seconds as far as they were used, their costs as far as they were
-        tried. Without a loss budget there is nothing to choose."""
+    def _ladder(self, rungs: Sequence[Rung], seen: Mapping[str, Rates]) -> tuple[Rung, ...]:
+        """What this job knows of codecs: their bytes and seconds as far as they or their like were used, their costs
+        as far as they were tried. Without a loss budget there is nothing to choose."""
         if self._job.compression.max_loss_increase == 0:
             return (RAW,)
         found: list[Rung] = []
         for rung in rungs:
-            encode_s, decode_s = seconds.get(rung.codec, (0.0, 0.0))
-            found.append(
-                replace(
-                    rung, cost=rung.cost * self._cost_factor,
-                    encode_seconds_per_element=encode_s * RAW.bytes_per_element or rung.encode_seconds_per_element,
-                    decode_seconds_per_element=decode_s * RAW.bytes_per_element or rung.decode_seconds_per_element,
-                )
-            )  # fmt: skip
+            rung = replace(rung, cost=rung.cost * self._cost_factor)
+            if of := seen.get(rung.codec):
+                rung = replace(
+                    rung, bytes_per_element=of.nbytes, seen=True, encode_seconds_per_element=of.encode_s,
+                    decode_seconds_per_element=of.decode_s or rung.decode_seconds_per_element,
+                )  # fmt: skip
+            found.append(rung)
         return tuple(found)
 
     def lay_out(self, question: Question, epoch: int, given: Plan | None = None, near: Plan | None = None) -> Layout:
@@ -330,7 +329,7 @@ class Scheduler:
     def _simulated(self, layout: Layout, question: Question) -> Timeline:
         return simulate(
             workload(
-                layout.plan, layout.stages, question.costs, question.peers, question.links, question.codec_seconds,
+                layout.plan, layout.stages, question.costs, question.peers, question.links, question.codecs,
                 question.commit_s,
             )
         )  # fmt: skip
@@ -370,6 +369,12 @@ def _seconds(transfers: Iterable[replan.Transfer], question: Question) -> float:
     up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
     down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
     return replan.copy_seconds(transfers, question.links, up, down)
+
+
+def _rates(use: CodecUse) -> Rates:
+    """Decoding is timed where a message is sampled."""
+    decode_s = use.decode_s / use.sampled_bytes * use.raw_bytes if use.sampled_bytes else 0.0
+    return Rates(use.encode_s / use.elements, decode_s / use.elements, use.wire_bytes / use.elements)
 
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:

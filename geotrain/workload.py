@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from .base import Direction, Link, Peer, Plan, TensorSpec
 from .blocks import CostModel
 from .codecs import get_codec
+from .codecs.ladder import Rates
 from .coding import Codecs, choose
 from .graph import StageGraph
 from .simulator import Message, StageTimes, Workload
-
-Seconds = Mapping[str, tuple[float, float]]
-"""Of a codec, by name: seconds to encode and to decode a byte of the tensor."""
 
 
 def workload(
@@ -19,17 +17,18 @@ def workload(
     costs: CostModel,
     peers: Sequence[Peer],
     links: Sequence[Link] = (),
-    codec_seconds: Seconds | None = None,
+    codecs: Mapping[str, Rates] | None = None,
     commit_s: float = 0.0,
 ) -> Workload:
-    """The step of a plan whose cuts made `stages`, over `peers` (their uplinks and downlinks too) and `links`."""
+    """The step of a plan whose cuts made `stages`, over `peers` (their uplinks and downlinks too) and `links`, with
+    what is known of `codecs` by name."""
     by_name = {peer.name: peer for peer in peers}
     times: list[StageTimes] = []
     messages: list[Message] = []
     for part, stage in zip(plan.stages, stages, strict=True):
         forward_s, backward_s = costs.seconds(by_name[part.peer], part.first_op, part.end_op)
         times.append(StageTimes(part.peer, forward_s, backward_s + forward_s * part.recompute, part.window))
-        messages += _messages(stage, Codecs(part.codec_forward, part.codec_backward), codec_seconds or {})
+        messages += _messages(stage, Codecs(part.codec_forward, part.codec_backward), codecs or {})
     readers: dict[str, list[int]] = {}
     for stage in stages:
         for name in stage.inputs:
@@ -45,12 +44,13 @@ def workload(
     )  # fmt: skip
 
 
-def _messages(stage: StageGraph, codecs: Codecs, seconds: Seconds) -> list[Message]:
+def _messages(stage: StageGraph, codecs: Codecs, rates: Mapping[str, Rates]) -> list[Message]:
     def message(direction: Direction, value: str, to: tuple[int, ...], lossy: bool, once: bool) -> Message:
         spec = _spec(stage, value)
-        codec = choose(codecs, direction, spec, lossy)
-        encode_s, decode_s = (spec.nbytes * s for s in seconds.get(codec, (0.0, 0.0)))
-        return Message(direction, stage.index, to, get_codec(codec).size_bytes(spec), encode_s, decode_s, once)
+        codec, numel = choose(codecs, direction, spec, lossy), spec.packed.numel
+        of = rates.get(codec, Rates(0.0, 0.0))
+        nbytes = get_codec(codec).size_bytes(spec) if of.nbytes is None else numel * of.nbytes
+        return Message(direction, stage.index, to, nbytes, numel * of.encode_s, numel * of.decode_s, once)
 
     sent = [message("F", s.value, tuple(s.to), s.grad and not s.once, s.once) for s in stage.sends]
     back = [message("B", r.value, (r.grad_to,), not r.once, False) for r in stage.receives if r.grad]

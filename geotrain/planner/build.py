@@ -119,12 +119,14 @@ def instance(
 
 
 def _ladder(rungs: Sequence[Rung], values: Mapping[TensorSpec, int]) -> tuple[Rung, ...]:
-    """With the raw rung first, and no fewer bytes than are typical of these values: some codecs need many rows. Raises
-    `PlanError` for an unknown codec."""
+    """With the raw rung first, and, as far as the job has not seen them, no fewer bytes than are typical of these
+    values: some codecs need many rows. Raises `PlanError` for an unknown codec."""
     elements = sum(count * spec.packed.numel for spec, count in values.items())
 
     def fitted(rung: Rung) -> Rung:
         codec = get_codec(rung.codec)
+        if rung.seen:
+            return rung
         typical = sum(count * codec.size_bytes(spec) for spec, count in values.items()) / max(elements, 1)
         return replace(rung, bytes_per_element=max(rung.bytes_per_element, typical))
 

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "big-model": "memory of each process with a model of a billion parameters",
     "memory": "what the planner expects of a stage against the peak of a real peer",
     "quality": "held-out loss against bytes on the links, from scratch, of a dozen pairs of codecs",
+    "adaptive": "codecs as a run chooses them in homes, against links without limit and AdaTopK",
     "outer-sync": "held-out loss against bits for each parameter, of replicas",
     "finetuning": "the same with pretrained weights, LoRA and all of them",
     "planner": "plans against exhaustive search and their proven lower bounds",

@@ -35,7 +35,9 @@ PAIRS = (
     ("topk-10", "topk-10"), ("adatopk-10", "adatopk-10"),
 )  # fmt: skip
 """Codecs of activations and of their gradients."""
-_PART, _HELD_OUT, _BATCH, _PLACES, _LR, _NUDGE = 516, 16, 8, 128, 4e-3, 1e-6
+NUDGE = 1e-6
+_PART, _HELD_OUT, _BATCH, _PLACES = 516, 16, 8, 128
+_MODEL = GptModel(layers=4, hidden=192, heads=6, context=_PLACES)
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,24 @@ class Result:
 class Learner:
     """The model, its optimizer and its data."""
 
-    def __init__(self, seed: int, order: int, steps: int, nudge: float = 0.0) -> None:
-        """The weights begin larger by this fraction."""
+    def __init__(
+        self, seed: int, order: int, steps: int, nudge: float = 0.0, model: GptModel = _MODEL, lr: float = 4e-3
+    ) -> None:
+        """The weights begin larger by the fraction `nudge`."""
         self.tokens, self._held_out = _text()
         torch.manual_seed(seed)
-        self.model = Gpt(GptModel(layers=4, hidden=192, heads=6, context=_PLACES), 256)
+        self.model = Gpt(model, 256)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(1 + nudge)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
-        self._order, self._steps = torch.Generator().manual_seed(order), steps
+        self._order, self._steps, self._lr = torch.Generator().manual_seed(order), steps, lr
 
     def step(self, step: int) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = _LR * min(1.0, (step + 1) / 40) * (1 - step / self._steps)
+            group["lr"] = self._lr * min(1.0, (step + 1) / 40) * (1 - step / self._steps)
         starts = torch.randint(len(self.tokens) - _PLACES - 1, (_BATCH,), generator=self._order)
         batch = torch.stack([self.tokens[s : s + _PLACES + 1] for s in starts.tolist()])
         with torch.autocast("cpu", torch.bfloat16):
@@ -114,7 +118,7 @@ def _text() -> tuple[torch.Tensor, torch.Tensor]:
 def benchmark(short: bool) -> list[Table]:
     steps, seeds = (5, (0,)) if short else (400, SEEDS)
     pairs = PAIRS[7:9] if short else PAIRS
-    exact = [[train(*LOSSLESS, seed, steps, nudge) for nudge in (0.0, _NUDGE)] for seed in seeds]
+    exact = [[train(*LOSSLESS, seed, steps, nudge) for nudge in (0.0, NUDGE)] for seed in seeds]
     return [table({pair: [train(*pair, seed, steps) for seed in seeds] for pair in pairs}, exact, steps)]
 
 

@@ -1,19 +1,25 @@
 """What the planner is told of codecs is what they are."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from geotrain.base import Peer, TensorSpec
 from geotrain.codecs import get_codec
-from geotrain.codecs.ladder import BACKWARD, FORWARD, RAW, Rung
+from geotrain.codecs.ladder import BACKWARD, FORWARD, PRETRAINED_BACKWARD, PRETRAINED_FORWARD, RAW, Rung
+from geotrain.config import parse_job
+from geotrain.layout import ladders
 from geotrain.planner.build import borders, instance
 from tests.pure.graphs import chain
 
 MANY = TensorSpec((8, 128, 192), "float32")
 
 
-@pytest.mark.parametrize("ladder", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "ladder", [FORWARD, BACKWARD, PRETRAINED_FORWARD, PRETRAINED_BACKWARD],
+    ids=["forward", "backward", "pretrained forward", "pretrained backward"],
+)  # fmt: skip
 def test_each_rung_has_fewer_bytes_and_costs_more(ladder: tuple[Rung, ...]) -> None:
     assert ladder[0] == RAW
     for light, heavy in pairwise(ladder):
@@ -23,7 +29,22 @@ def test_each_rung_has_fewer_bytes_and_costs_more(ladder: tuple[Rung, ...]) -> N
 
 
 def test_gradients_are_sent_without_bias() -> None:
-    assert all(get_codec(r.codec).unbiased for r in BACKWARD if r.cost and r.codec != "int8")
+    rungs = (*BACKWARD, *PRETRAINED_BACKWARD)
+    assert all(get_codec(r.codec).unbiased for r in rungs if r.cost and r.codec != "int8")
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen", "pretrained"),
+    [("", False, False), ("", True, True), ('kind = "hf"\npath = "m"', False, True),
+     ('kind = "hf"\npath = "m"\nfresh = true', False, False)],
+)  # fmt: skip
+def test_weights_that_were_trained_before_have_ladders_of_their_own(model: str, frozen: bool, pretrained: bool) -> None:
+    graph = chain([8, 8])
+    if frozen:
+        name, weight = next(iter(graph.parameters.items()))
+        graph = replace(graph, parameters={**graph.parameters, name: replace(weight, requires_grad=False)})
+    expected = (PRETRAINED_FORWARD, PRETRAINED_BACKWARD) if pretrained else (FORWARD, BACKWARD)
+    assert ladders(parse_job(f"[model]\n{model}", "a job"), graph) == expected
 
 
 @pytest.mark.parametrize(("rows", "suits"), [(1024, True), (40, False)])

@@ -17,7 +17,7 @@ from geotrain.errors import RemoteProtocolError
 REPORT = StageReport(
     step=3, stage=1, peer="anna", finite=True, norms={"w": 1.5, "b": math.inf}, losses=[2.0, 1.0],
     seconds=0.5, spans=(Span("compute", "1F0", 0.0, 0.25),), links=(LinkUse("anna", "ben", 10, 8, 0.1, None),),
-    memory_bytes=7, codecs=(CodecUse("F", "int8", 400, 100, 0.1, 0.1, 400, 1, 0.01, 1.0),),
+    memory_bytes=7, codecs=(CodecUse("F", "int8", 100, 400, 100, 0.1, 0.1, 400, 1, 0.01, 1.0),),
 )  # fmt: skip
 
 SPEC = protocol.NamedSpec("w", TensorSpec((2, 3), "float32", (1, 2)))

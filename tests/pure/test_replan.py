@@ -134,6 +134,14 @@ def test_expected_and_measured_speak_of_the_same():
     assert got == pytest.approx({part: want[part] for part in got})
     assert set(want) - set(got) == {("link", "ben", "cleo")}
     assert want["link", "ben", "cleo"] == 1e-6
+    assert got["bytes", "anna", "ben"] == 4e6
+
+
+def test_more_bytes_than_planned_are_a_deviation_of_their_own():
+    watch = Watch({("bytes", "anna", "ben"): 1e6}, settling=0, amounts={("bytes", "anna", "ben"): 1e-6}, step_s=2.0)
+    for _ in range(PATIENCE):
+        watch, deviations = observe(watch, {("bytes", "anna", "ben"): 2.1e6})
+    assert [str(d) for d in deviations] == ["2.1 times the bytes that were planned go from anna to ben"]
 
 
 def test_spans_outside_compute_do_not_count():

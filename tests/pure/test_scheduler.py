@@ -1,5 +1,6 @@
-"""A better plan is believed when the links that it rests on were tried."""
+"""What is learned from steps, and when a better plan is believed."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 from torch import nn
 
 from geotrain import config, events, replan
-from geotrain.base import LinkUse, Peer, StageReport
+from geotrain.base import CodecUse, LinkUse, Peer, StageReport
 from geotrain.graph import capture
 from geotrain.scheduler import Scheduler
 
 NAMES = ("anna", "ben", "carl")
 FAST, SLOW = 8e6, 0.5e6
+ELEMENTS, MICROBATCHES = 256 * 64, 4
+NBYTES = 4 * ELEMENTS * MICROBATCHES
+"""On each link in a step."""
 
 
 class Net(nn.Module):
@@ -29,14 +33,14 @@ class Net(nn.Module):
 class Run:
     """A scheduler whose peers have surveyed their links, a minute ago, and the plan that followed."""
 
-    def __init__(self, frozen=False, flops_per_s=1e10):
+    def __init__(self, frozen=False, flops_per_s=1e10, max_loss_increase=0.0):
         net = Net()
         for layer in net.layers:
             layer.weight.requires_grad_(not frozen)
         job = config.JobConfig(
-            train=config.TrainConfig(microbatches=4),
+            train=config.TrainConfig(microbatches=MICROBATCHES),
             pipeline=config.PipelineConfig(stages=2),
-            compression=config.CompressionConfig(max_loss_increase=0),
+            compression=config.CompressionConfig(max_loss_increase=max_loss_increase),
         )
         self.graph = capture(net, {"x": torch.randn(256, 64)})
         self.scheduler = Scheduler(job, self.graph)
@@ -51,16 +55,26 @@ class Run:
         (self.spare,) = {*NAMES} - {*self.pair}
 
     def use(self, pair, rate):
-        return LinkUse(*pair, 1 << 20, 1 << 20, (1 << 20) / rate, None)
+        return LinkUse(*pair, NBYTES, NBYTES, NBYTES / rate, None)
 
     def saw(self, pair, rate, at_s):
         self.scheduler.saw([self.use(pair, rate)], at_s - 1.0, at_s)
 
-    def step(self, at_s, rate):
+    def step(self, at_s, rate, codecs=()):
         """A step in which both peers compute as planned. Returns what deviates."""
         reports = tuple(
             StageReport(
-                0, i, name, True, {}, [], 1.0, self.timeline.spans[i], (self.use((self.pair[1 - i], name), rate),), 0
+                0,
+                i,
+                name,
+                True,
+                {},
+                [],
+                1.0,
+                self.timeline.spans[i],
+                (self.use((self.pair[1 - i], name), rate),),
+                0,
+                codecs,
             )
             for i, name in enumerate(self.pair)
         )
@@ -189,3 +203,22 @@ def test_frozen_weights_are_fetched_before_and_only_trained_state_holds_the_run_
     (copy_s, stall_s), hasty, nothing = prices
     assert copy_s > 0 and nothing == (0.0, stall_s)
     assert hasty[0] == 0 and hasty[1] > stall_s
+
+
+def test_bytes_of_codecs_are_learned_from_what_they_sent_and_those_of_their_like_follow():
+    run = Run(max_loss_increase=0.01)
+    before = {rung.codec: rung for rung in run.scheduler.ask(run.known, 60.0).forward}
+    run.step(61.0, FAST, (CodecUse("F", "tcu-0025", 2000, 8000, 1080, 1e-6, 3e-6, 2000),))
+    question = run.scheduler.ask(run.known, 62.0)
+    after = {rung.codec: rung for rung in question.forward}
+    assert after["int8"] == before["int8"]
+    own, like = after["tcu-0025"], after["tcu-01"]
+    assert own.bytes_per_element == pytest.approx(0.54) and own.seen
+    assert own.encode_seconds_per_element == pytest.approx(0.5e-9)
+    assert own.decode_seconds_per_element == pytest.approx(6e-9)
+    assert like.bytes_per_element / before["tcu-01"].bytes_per_element == pytest.approx(0.54 / 0.27) and like.seen
+    first, second = run.layout.plan.stages
+    plan = replace(run.layout.plan, stages=(replace(first, codec_forward="tcu-01"), second))
+    loads = run.scheduler.began(run.scheduler.lay_out(question, 1, plan), question, 62.0).loads
+    sent = next(load.nbytes for load in loads if load.src == first.peer)
+    assert sent == pytest.approx(like.bytes_per_element * ELEMENTS * MICROBATCHES)
