@@ -205,8 +205,12 @@ def _nearest(made: Instance, best: Found, near: Plan, stages: int | None) -> Fou
                 for a, b in zip(near.stages, near.stages[1:], strict=False)
                 if a.codec_forward in names[0] and b.codec_backward in names[1]
             ]
+            allowed = {
+                (int(f), int(g)) for f, g in problem.pairs
+            }  # a codec may have shown that it costs more than that
             if len(codecs) == len(cuts):
-                options.append(polish(problem, found(problem, order, cuts, codecs), moves=False))
+                kept = [pair if pair in allowed else (0, 0) for pair in codecs]
+                options.append(polish(problem, found(problem, order, cuts, kept), moves=False))
     return min(options, key=lambda option: option.value + _moving(made, option, near) / HORIZON)
 
 

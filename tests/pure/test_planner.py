@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.base import Link, Peer, Plan, Stage
+from geotrain.codecs.ladder import RAW, Rung
 from geotrain.cost import CostTable, stage_cost
 from geotrain.errors import PlanError
 from geotrain.graph import OpGraph, boundary_bytes, candidate_cuts, capture
@@ -199,6 +200,18 @@ def test_a_slow_link_is_avoided() -> None:
 def test_links_slower_than_one_peer_alone_are_not_used() -> None:
     made = plan(chain([64] * 13), peers_of(1e9, 1e9), microbatches=8, links=both_ways("p0", "p1", 100.0))
     assert len(made.stages) == 1 and "p1 is left out: with it a step takes" in made.notes[-1]
+
+
+def test_a_plan_near_one_whose_codec_costs_more_than_all_may() -> None:
+    """A job's trials may show so; the plan that runs is then priced without it."""
+    graph, peers = chain([256] * 9), peers_of(1e8, 1e8)
+    rung = Rung("int8", 1.01, cost=0.004)
+    wanted = {"microbatches": 4, "links": both_ways("p0", "p1", 1e5), "stages": 2}
+    old = plan(graph, peers, forward=(RAW, rung), backward=(RAW, rung), **wanted)
+    assert "int8" in {codec for stage in old.stages for codec in (stage.codec_forward, stage.codec_backward)}
+    dear = replace(rung, cost=9.0)
+    new = plan(graph, peers, forward=(RAW, dear), backward=(RAW, dear), near=old, **wanted)
+    assert {codec for stage in new.stages for codec in (stage.codec_forward, stage.codec_backward)} == {"identity"}
 
 
 def test_step_seconds_by_hand() -> None:
