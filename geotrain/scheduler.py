@@ -248,7 +248,7 @@ class Scheduler:
         )  # fmt: skip
         kinds = {peer.name: kind for peer, kind in known}
         profiles = {kind: profile for kind, profile in self._profiles.items() if profile.times}
-        seen = {name: _rates(use) for name, use in self._codecs.items() if use.elements and name != RAW.codec}
+        seen = {name: rates(use) for name, use in self._codecs.items() if use.elements and name != RAW.codec}
         for ladder in self._ladders:
             seen = with_relatives(seen, ladder)
         commit_s = median(self._overheads) if self._overheads else 0.0
@@ -371,7 +371,7 @@ def _seconds(transfers: Iterable[replan.Transfer], question: Question) -> float:
     return replan.copy_seconds(transfers, question.links, up, down)
 
 
-def _rates(use: CodecUse) -> Rates:
+def rates(use: CodecUse) -> Rates:
     """Decoding is timed where a message is sampled."""
     decode_s = use.decode_s / use.sampled_bytes * use.raw_bytes if use.sampled_bytes else 0.0
     return Rates(use.encode_s / use.elements, decode_s / use.elements, use.wire_bytes / use.elements)

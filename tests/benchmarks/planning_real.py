@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from geotrain import config, events, loops
 from geotrain.base import Peer, Plan, Stage
 from geotrain.blocks import CostModel
-from geotrain.codecs.ladder import BACKWARD, FORWARD, RAW, Rung
+from geotrain.codecs.ladder import BACKWARD, FORWARD, RAW, Rates, Rung
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
 from geotrain.graph import OpGraph, capture, cut, graph_hash
@@ -129,15 +129,14 @@ def plans_for(graph: OpGraph, topology: Topology, best: int) -> list[tuple[str, 
     simulator's."""
     peers = [Peer(name, acted.SPEED * peer.duty, 4 << 30) for name, peer in topology.peers.items()]
     links = topology.links
-    codec_seconds = {
-        rung.codec: (rung.encode_seconds_per_element / RAW.bytes_per_element,
-                     rung.decode_seconds_per_element / RAW.bytes_per_element)
+    rates = {
+        rung.codec: Rates(rung.encode_seconds_per_element, rung.decode_seconds_per_element)
         for rung in (*FORWARD, *BACKWARD)
-    }  # fmt: skip
+    }
 
     def simulated(plan: Plan) -> Plan:
         stages = cut(graph, [stage.first_op for stage in plan.stages[1:]])
-        step = simulate(workload(plan, stages, CostModel(graph), peers, links, codec_seconds))
+        step = simulate(workload(plan, stages, CostModel(graph), peers, links, rates))
         return replace(plan, step_seconds=step.step_seconds)
 
     def others(kind: str, forward: Sequence[Rung], backward: Sequence[Rung]) -> list[tuple[str, str, Plan]]:

@@ -26,6 +26,7 @@ from geotrain.graph import OpGraph, candidate_cuts, capture, cut, graph_hash
 from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
 from geotrain.replan import Deviation
+from geotrain.scheduler import rates
 from geotrain.simulator import Message, StageTimes, Workload, simulate
 from geotrain.topology import Topology
 from geotrain.topology import parse as parse_topology
@@ -237,12 +238,7 @@ def predict(graph: OpGraph, plan: Plan, event: events.StepCommitted, topology: T
         if use.timed_bytes and topology.up_bytes_per_s(src) == math.inf:
             rate = use.timed_bytes / use.busy_s
         links.append(Link(src, dst, rate, max(0.0, ((use.delay_s or 0.0) + (back.delay_s or 0.0)) / 2)))
-    codecs = {
-        use.codec: (use.encode_s / use.raw_bytes, use.decode_s / use.sampled_bytes if use.sampled_bytes else 0.0)
-        for report in event.stages
-        for use in report.codecs
-        if use.raw_bytes
-    }
+    codecs = {use.codec: rates(use) for report in event.stages for use in report.codecs if use.elements}
     commit_s = event.seconds - max(report.seconds for report in event.stages)
     load = workload(plan, stages, CostModel(graph, {}, {}), peers, links, codecs, commit_s)
     reports = sorted(event.stages, key=lambda report: report.stage)
