@@ -7,7 +7,7 @@ seconds, rates are bytes per second, unless the name says otherwise.
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 from .errors import PlanError
@@ -288,6 +288,11 @@ class CodecUse:
     samples: int = 0
     error: float = 0.0
     gain: float = 0.0
+
+    def plus(self, other: "CodecUse") -> "CodecUse":
+        """Both together; direction and codec are this one's."""
+        sums = [f.name for f in fields(self) if f.name not in ("direction", "codec")]
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in sums})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ was busy, divided by the microbatches of the step.
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import events
@@ -136,9 +136,7 @@ class Recorder:
         if not 0 <= neighbor < len(plan.stages) or use.direction not in ("F", "B"):
             return
         codecs = self._links.setdefault((report.peer, plan.stages[neighbor].peer), _LinkFacts()).codecs
-        old = codecs.get(use.codec, CodecUse(use.direction, use.codec))
-        sums = [f.name for f in fields(CodecUse) if f.name not in ("direction", "codec")]
-        codecs[use.codec] = replace(old, **{name: getattr(old, name) + getattr(use, name) for name in sums})
+        codecs[use.codec] = codecs.get(use.codec, CodecUse(use.direction, use.codec)).plus(use)
 
     def facts(self, **more: Any) -> dict[str, Any]:
         """Everything as JSON-able values; `more` is added, such as paths and the machine."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .base import Link, Peer, Plan
 from .blocks import CostModel
-from .codecs.ladder import Rates
+from .codecs.ladder import typical
 from .config import JobConfig, load_job
 from .coordinate import read_plan
 from .disk import write_atomic
@@ -174,10 +174,7 @@ def answered(question: Question, given: Plan | None = None) -> Answer:
         question.job, question.graph, question.peers, 1, given, question.links, forward=forward, backward=backward
     )
     planning_s = time.monotonic() - start
-    rates = {
-        rung.codec: Rates(rung.encode_seconds_per_element, rung.decode_seconds_per_element)
-        for rung in (*forward, *backward)
-    }
+    rates = typical((*forward, *backward))
     load = workload(layout.plan, layout.stages, CostModel(question.graph), question.peers, _with_ends(question), rates)
     return Answer(layout, simulate(load), planning_s)
 

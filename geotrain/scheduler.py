@@ -200,12 +200,7 @@ class Scheduler:
             speed = self._plan_peers[report.peer].flops_per_s * predicted / seconds
             self._speeds.setdefault(report.peer, deque(maxlen=_RECENT)).append(speed)
         for use in report.codecs:
-            old = self._codecs.get(use.codec, CodecUse("", use.codec))
-            self._codecs[use.codec] = replace(
-                old, elements=old.elements + use.elements, raw_bytes=old.raw_bytes + use.raw_bytes,
-                wire_bytes=old.wire_bytes + use.wire_bytes, encode_s=old.encode_s + use.encode_s,
-                decode_s=old.decode_s + use.decode_s, sampled_bytes=old.sampled_bytes + use.sampled_bytes,
-            )  # fmt: skip
+            self._codecs[use.codec] = self._codecs.get(use.codec, CodecUse("", use.codec)).plus(use)
 
     def probes(self, names: Collection[str], now_s: float) -> list[Probe]:
         """Test frames to be sent now."""

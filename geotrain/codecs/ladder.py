@@ -14,7 +14,7 @@ for 3 cuts is taken as 2 % more steps for each (`python -m tests.benchmarks --on
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -44,11 +44,18 @@ class Rates:
 RAW = Rung("identity", 4.0)
 """Nothing is lost; its bytes are the tensors' own."""
 
+_BF16 = Rung("bf16", 2.0, 0.32e-9, 0.34e-9)
+_INT8 = Rung("int8", 1.01, 0.92e-9, 0.22e-9)
+_HD6 = Rung("hd6", 0.77, 0.93e-9, 0.74e-9)
+_HD4 = Rung("hd4", 0.52, 1.0e-9, 0.83e-9)
+_HD4U = replace(_HD4, codec="hd4u")
+"""Their bytes and seconds are the same for any tensors, so each ladder adds only what they cost there."""
+
 FORWARD: tuple[Rung, ...] = (
     RAW,
-    Rung("bf16", 2.0, 0.32e-9, 0.34e-9, 0.0),
-    Rung("int8", 1.01, 0.92e-9, 0.22e-9, 0.003),
-    Rung("hd6", 0.77, 0.93e-9, 0.74e-9, 0.004),
+    _BF16,
+    replace(_INT8, cost=0.003),
+    replace(_HD6, cost=0.004),
     Rung("tcu-001", 0.30, 15e-9, 10e-9, 0.0065),
     Rung("tcu-0025", 0.27, 14e-9, 10e-9, 0.016),
     Rung("tcu-005", 0.245, 14e-9, 10e-9, 0.032),
@@ -56,9 +63,9 @@ FORWARD: tuple[Rung, ...] = (
 )
 BACKWARD: tuple[Rung, ...] = (
     RAW,
-    Rung("bf16", 2.0, 0.32e-9, 0.34e-9, 0.0),
-    Rung("int8", 1.01, 0.92e-9, 0.22e-9, 0.003),
-    Rung("hd4u", 0.52, 1.0e-9, 0.83e-9, 0.003),
+    _BF16,
+    replace(_INT8, cost=0.003),
+    replace(_HD4U, cost=0.003),
     Rung("tcm-05", 0.22, 13e-9, 10e-9, 0.0075),
     Rung("tcm-1", 0.19, 13e-9, 10e-9, 0.015),
     Rung("tcm-2", 0.163, 13e-9, 10e-9, 0.03),
@@ -66,24 +73,29 @@ BACKWARD: tuple[Rung, ...] = (
 )
 PRETRAINED_FORWARD: tuple[Rung, ...] = (
     RAW,
-    Rung("bf16", 2.0, 0.32e-9, 0.34e-9, 0.0),
-    Rung("int8", 1.01, 0.92e-9, 0.22e-9, 0.001),
-    Rung("hd6", 0.77, 0.93e-9, 0.74e-9, 0.001),
-    Rung("hd4", 0.52, 1.0e-9, 0.83e-9, 0.002),
+    _BF16,
+    replace(_INT8, cost=0.001),
+    replace(_HD6, cost=0.001),
+    replace(_HD4, cost=0.002),
     Rung("ch-01", 0.47, 25e-9, 16e-9, 0.003),
     Rung("ec-02", 0.40, 4.4e-9, 4.7e-9, 0.05),
 )
 PRETRAINED_BACKWARD: tuple[Rung, ...] = (
     RAW,
-    Rung("bf16", 2.0, 0.32e-9, 0.34e-9, 0.0),
-    Rung("int8", 1.01, 0.92e-9, 0.22e-9, 0.001),
-    Rung("hd4u", 0.52, 1.0e-9, 0.83e-9, 0.001),
+    _BF16,
+    replace(_INT8, cost=0.001),
+    replace(_HD4U, cost=0.001),
     Rung("ecm-05", 0.32, 4.5e-9, 5.3e-9, 0.003),
     Rung("ecm-1", 0.26, 4.5e-9, 5.3e-9, 0.006),
     Rung("ecm-2", 0.21, 4.5e-9, 5.3e-9, 0.012),
     Rung("ecm-4", 0.157, 4.5e-9, 5.3e-9, 0.024),
 )
 """Least compression first."""
+
+
+def typical(rungs: Iterable[Rung]) -> dict[str, Rates]:
+    """Of each codec, as the ladder has it: no job has seen it."""
+    return {rung.codec: Rates(rung.encode_seconds_per_element, rung.decode_seconds_per_element) for rung in rungs}
 
 
 def with_relatives(seen: Mapping[str, Rates], rungs: Sequence[Rung]) -> dict[str, Rates]:

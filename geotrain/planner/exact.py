@@ -13,7 +13,7 @@ its NIC; a boundary's loss is added as the seconds it costs.
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import isqrt
 
@@ -74,7 +74,7 @@ def exact(
         return best
     lossy = len(problem.pairs) > 1
     if lossy:
-        best = exact(replace(problem, forward=problem.forward[:1], backward=problem.backward[:1]), best, stages)
+        best = exact(problem.uncompressed(), best, stages)
     tables = Tables(problem)
 
     def sweep(period: float, limit: float, weight: float) -> tuple[float, Found] | None:

@@ -10,7 +10,6 @@ The effort is counted in rounds, not in seconds: the same input gives the same p
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,13 +48,12 @@ def search(problem: Problem, deadline_s: float, seed: int, near: Sequence[int] =
     start = [number[p] for p in near]
     raw = None
     if len(problem.pairs) > 1:  # a tight loss budget leads paths astray
-        plain = replace(part, forward=part.forward[:1], backward=part.backward[:1])
-        raw = _Search(plain, deadline_s / 2, seed).best(start)
+        raw = _Search(part.uncompressed(), deadline_s / 2, seed).best(start)
         start = start or ([] if raw is None else list(raw.order))
     searching = _Search(part, deadline_s, seed)
     best = searching.best(start)
     if raw is not None:
-        best = along(part, raw.order, better(best, found(part, list(raw.order), list(raw.cuts), list(raw.codecs))))
+        best = along(part, raw.order, better(best, raw))
     best = searching.finish(best)
     if best is None:
         return None

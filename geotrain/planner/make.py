@@ -129,8 +129,7 @@ def _of_few_peers(problem: Problem, stages: int | None, deadline_s: float, seed:
     few = _fewer_borders(problem, keep)
     tolerance = TOLERANCE if few is problem else 1e-3
     if lossy and problem.size > LOSSY_EXACT_PEERS:
-        raw = exact(replace(few, forward=few.forward[:1], backward=few.backward[:1]), stages=stages)
-        starts = [raw and found(few, list(raw.order), list(raw.cuts), list(raw.codecs))]
+        starts = [exact(few.uncompressed(), stages=stages)]
         starts += [paths(few, deadline_s, seed)] if free else []
     else:
         starts = [exact(few, stages=stages, tolerance=tolerance)]
@@ -142,17 +141,23 @@ def _of_few_peers(problem: Problem, stages: int | None, deadline_s: float, seed:
     best = min(known, key=lambda made: made.value)
     if lossy and free and (other := resized(few, best)) is not best:
         best = nearby(few, other)
-    for most in (FINE_BORDERS, problem.borders) if lossy and free else (problem.borders,):
-        if len(keep) == problem.borders:
-            break
-        cuts = [keep[cut] for cut in best.cuts]
-        keep = sorted({*cuts, *_narrow(problem, most)})
-        few = _fewer_borders(problem, keep)
-        best = found(few, list(best.order), [keep.index(cut) for cut in cuts], list(best.codecs))
-        best = along(few, best.order, best) or best
-        if len(keep) < problem.borders:
-            best = nearby(few, best, exchanged=False, passes=2)
-    return best if few is problem else found(problem, list(best.order), [keep[c] for c in best.cuts], list(best.codecs))
+    if few is problem:
+        return best
+    best = found(problem, list(best.order), [keep[cut] for cut in best.cuts], list(best.codecs))
+    if lossy and free and problem.borders > FINE_BORDERS:
+        best = _finer(problem, best)
+    return along(problem, best.order, best) or best
+
+
+def _finer(problem: Problem, best: Found) -> Found:
+    """With more borders to choose from, and then perhaps with one peer fewer or more."""
+    keep = sorted({*best.cuts, *_narrow(problem, FINE_BORDERS)})
+    few = _fewer_borders(problem, keep)
+    start = found(few, list(best.order), [keep.index(cut) for cut in best.cuts], list(best.codecs))
+    made = along(few, start.order, start) or start
+    if len(keep) < problem.borders:
+        made = nearby(few, made, exchanged=False, passes=2)
+    return found(problem, list(made.order), [keep[cut] for cut in made.cuts], list(made.codecs))
 
 
 def _narrow(problem: Problem, most: int) -> list[int]:
@@ -205,11 +210,8 @@ def _nearest(made: Instance, best: Found, near: Plan, stages: int | None) -> Fou
                 for a, b in zip(near.stages, near.stages[1:], strict=False)
                 if a.codec_forward in names[0] and b.codec_backward in names[1]
             ]
-            allowed = {
-                (int(f), int(g)) for f, g in problem.pairs
-            }  # a codec may have shown that it costs more than that
-            if len(codecs) == len(cuts):
-                kept = [pair if pair in allowed else (0, 0) for pair in codecs]
+            if len(codecs) == len(cuts):  # a codec may have shown that it costs more than the budget
+                kept = [pair if pair in problem.pair_number else (0, 0) for pair in codecs]
                 options.append(polish(problem, found(problem, order, cuts, kept), moves=False))
     return min(options, key=lambda option: option.value + _moving(made, option, near) / HORIZON)
 

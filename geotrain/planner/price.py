@@ -57,7 +57,7 @@ def price(problem: Problem, order: Sequence[int], cuts: Sequence[int], codecs: P
     work = problem.work[problem.kind[peers]]
     compute = (work[row, bounds[1:]] - work[row, bounds[:-1]]) / problem.speed[peers]
     for k, ((f, g), border) in enumerate(zip(pairs, cuts, strict=True)):
-        pair = int(np.flatnonzero((problem.pairs == (f, g)).all(axis=1))[0])
+        pair = problem.pair_number[f, g]
         compute[k] += problem.sender_seconds[pair, border]
         compute[k + 1] += problem.receiver_seconds[pair, border]
     held = _hold(problem, order, bounds, compute, flows)

@@ -134,6 +134,11 @@ class Problem:
         return np.array(grid, np.intp).reshape(-1, 2)
 
     @cached_property
+    def pair_number(self) -> dict[tuple[int, int], int]:
+        """Where a pair is in `pairs`."""
+        return {(int(f), int(g)): number for number, (f, g) in enumerate(self.pairs)}
+
+    @cached_property
     def pair_cost(self) -> Floats:
         """(P,): log(1 + cost) of both directions together."""
         return np.array(
@@ -199,6 +204,10 @@ class Problem:
         if recompute:
             return float(state + activation + window * self.received_bytes[first, end])
         return float(state + window * activation)
+
+    def uncompressed(self) -> "Problem":
+        """The same with raw tensors only. Its plans, and their prices, are those of this problem, too."""
+        return replace(self, forward=self.forward[:1], backward=self.backward[:1])
 
     def take(self, peers: Sequence[int]) -> "Problem":
         """The same for some of the peers, in the given order."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
+
 from geotrain import executor, peer, stagethread
 from geotrain.cli import main
 from geotrain.opcost import backward_flops, op_flops
@@ -18,6 +20,20 @@ SPEED = 1e10
 """FLOP/s, as `opcost` counts them."""
 
 T = TypeVar("T")
+
+
+class Net(nn.Module):
+    """What such peers train: equal residual layers."""
+
+    def __init__(self, layers: int, width: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self._activation = activation
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self._activation(layer(x))
+        return ((x - y) ** 2).mean()
 
 
 class Worker(executor.StageWorker):

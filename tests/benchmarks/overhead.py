@@ -67,8 +67,8 @@ def plain_on_each_core(net: torch.nn.Module, data: BatchSource, train: config.Tr
     """A step of one of as many plain loops as there are cores, at the same time."""
     cores = os.cpu_count() or 1
     with ProcessPoolExecutor(cores, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        loops = [pool.submit(plain, net, data, train) for _ in range(cores)]
-        costs = [loop.result() for loop in loops]
+        running = [pool.submit(plain, net, data, train) for _ in range(cores)]
+        costs = [one.result() for one in running]
     return Cost(*(statistics.fmean(values) for values in zip(*costs, strict=True)))
 
 

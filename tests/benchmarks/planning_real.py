@@ -17,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from geotrain import config, events, loops
 from geotrain.base import Peer, Plan, Stage
 from geotrain.blocks import CostModel
-from geotrain.codecs.ladder import BACKWARD, FORWARD, RAW, Rates, Rung
+from geotrain.codecs.ladder import BACKWARD, FORWARD, RAW, Rung, typical
 from geotrain.coordinator import Coordinator
 from geotrain.data import BatchSource
 from geotrain.graph import OpGraph, capture, cut, graph_hash
@@ -52,19 +51,6 @@ NETWORKS = 3
 BEST = 3
 
 
-class Net(nn.Module):
-    """Little to compute for the bytes between its layers, as where machines are fast: its plans hang on the network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.relu(layer(x))
-        return ((x - y) ** 2).mean()
-
-
 class Steady(Coordinator):
     """Keeps to the plans that it is given."""
 
@@ -75,7 +61,7 @@ class Steady(Coordinator):
 def benchmark(short: bool) -> list[Table]:
     torch.manual_seed(0)
     data = BatchSource([{name: torch.randn(MICROBATCHES * ROWS, WIDTH) for name in ("x", "y")}], MICROBATCHES)
-    net = Net()
+    net = acted.Net(LAYERS, WIDTH, torch.relu)  # little to compute for its bytes: plans hang on the network
     graph = capture(net, data.train(0, 0))
     rows: list[tuple[Cell, ...]] = []
     ratios: dict[str, list[float]] = {"as published": [], "with our codecs and windows": []}
@@ -129,10 +115,7 @@ def plans_for(graph: OpGraph, topology: Topology, best: int) -> list[tuple[str, 
     simulator's."""
     peers = [Peer(name, acted.SPEED * peer.duty, 4 << 30) for name, peer in topology.peers.items()]
     links = topology.links
-    rates = {
-        rung.codec: Rates(rung.encode_seconds_per_element, rung.decode_seconds_per_element)
-        for rung in (*FORWARD, *BACKWARD)
-    }
+    rates = typical((*FORWARD, *BACKWARD))
 
     def simulated(plan: Plan) -> Plan:
         stages = cut(graph, [stage.first_op for stage in plan.stages[1:]])

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from geotrain import config, events, loops
 from geotrain.base import Plan
@@ -45,17 +44,6 @@ LAST = 12
 Pair = tuple[str, str]
 Network = Callable[[Plan], str]
 """A topology file, for the plan that the run began with."""
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return ((x - y) ** 2).mean()
 
 
 def benchmark(short: bool) -> list[Table]:
@@ -121,7 +109,7 @@ def _run(
     """A run in which one network after the other takes the place of the `first`, `every` so many steps, from step
     `WARM` on. Returns after which steps the plan changed, the seconds of each step, and the networks."""
     data = BatchSource([{name: torch.randn(MICROBATCHES * ROWS, WIDTH) for name in ("x", "y")}], MICROBATCHES)
-    net = Net()
+    net = acted.Net(LAYERS, WIDTH, torch.tanh)
     plans: list[Plan] = []
     changed: list[int] = []
     seconds: list[float] = []
