@@ -4,11 +4,12 @@ A run gathers peers, surveys their links, plans, prepares (every stage gets its 
 step is a two-phase transaction: when every stage is ready, the commit goes to the ledger first and to the stages
 after. Whatever names an older epoch is ignored, so a zombie changes nothing. When a peer of the plan is lost, the
 others are planned again as a new epoch and all go on from the newest complete checkpoint, or from the start. When a
-better plan is found while all is well, the step is finished, the stages hand their state over, and nothing is lost.
+better plan is found while all is well, the step is finished, the stages hand their state over, and nothing is lost. A
+peer that joins meanwhile is measured beside the training, and is one more to find a better plan with.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from . import events, protocol
@@ -20,6 +21,7 @@ from .runstate import (
     CheckpointWritten,
     Command,
     CommitRow,
+    Consider,
     Continue,
     Continued,
     Dismiss,
@@ -95,7 +97,8 @@ def _joined(state: State, event: Joined, now_s: float) -> Result:
         return state, [Refuse(event.session, reason)]
     member = Member(event.peer, event.duty, event.address, event.kind, now_s)
     joined = events.PeerJoined(name, event.peer.flops_per_s, event.peer.memory_bytes, event.duty)
-    return _then(_gathered(_with_member(state, name, member), now_s), Welcome(event.session, name), Emit(joined))
+    state, commands = _gathered(_with_member(state, name, member), now_s)
+    return state, [Welcome(event.session, name), Emit(joined), *commands, *_meet(state, [name])]
 
 
 def _gathered(state: State, now_s: float) -> Result:
@@ -127,7 +130,17 @@ def _survey(state: State, now_s: float) -> Result:
     return state, [_waiting("the links are measured"), Survey(state.epoch, names)]
 
 
+def _meet(state: State, names: Iterable[str]) -> list[Command]:
+    """While the run trains: let those of these peers that no plan was made with say how fast they are."""
+    if state.phase != "training" or not state.settings.survey:
+        return []
+    new = [name for name in names if not state.members[name].known and state.stage_of(name) is None]
+    return [Survey(state.epoch, (name,)) for name in new]
+
+
 def _surveyed(state: State, name: str) -> Result:
+    if state.phase == "training" and not state.members[name].known:
+        return _with_member(state, name, replace(state.members[name], known=True)), [Consider(name)]
     if state.phase != "surveying":
         return state, []
     state = replace(state, surveying=state.surveying - {name})
@@ -135,8 +148,9 @@ def _surveyed(state: State, name: str) -> Result:
 
 
 def _propose(state: State) -> Result:
-    state = replace(state, phase="planning", epoch=state.epoch + 1)
-    peers = tuple(member.peer for member in state.members.values())
+    members = {name: replace(member, known=True) for name, member in state.members.items()}
+    state = replace(state, phase="planning", epoch=state.epoch + 1, members=members)
+    peers = tuple(member.peer for member in members.values())
     return state, [_waiting("the plan is being made"), Propose(state.epoch, peers)]
 
 
@@ -201,6 +215,7 @@ def _loaded(state: State, stage: int, now_s: float) -> Result:
         Emit(events.Prepared(state.epoch, state.done)),
         Feed(state.epoch, state.done),
         Instruct(state.epoch, tuple(instructions)),
+        *_meet(state, state.members),
     ]
 
 
@@ -380,7 +395,7 @@ def _stay(state: State) -> Result:
     if state.after != "move":
         return state, []
     state = replace(state, phase="training", after=None)
-    return state, [Instruct(state.epoch, (protocol.Train(state.done),))]
+    return state, [Instruct(state.epoch, (protocol.Train(state.done),)), *_meet(state, state.members)]
 
 
 def _leaving(state: State, name: str, now_s: float) -> Result:

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from .layout import Layout, handover, lacking
 from .links import Pair, Probe
 from .optim import clip_factor, lr_at
 from .prompts import Prompts
-from .replan import Deviation
 from .results import Result
 from .runfolder import RunFolder
 from .scheduler import Found, Scheduler
@@ -129,7 +128,8 @@ class Coordinator:
         self._proposed: Layout | None = None
         self._heard = asyncio.Event()
         self._considering = False
-        self._because: list[Deviation] = []
+        self._because: list[str] = []
+        self._newcomers: list[str] = []
         self._linked: list[str] = []
         self._base = Base(graph, weights)
         self._holdings = Holdings()
@@ -186,10 +186,11 @@ class Coordinator:
     def on_message(self, session: channel.Session, message: protocol.FromPeer) -> None:
         name = self._name_of(session)
         if name is not None:
-            if isinstance(message, protocol.Surveyed) and message.epoch == self._state.epoch:
+            if isinstance(message, protocol.Surveyed):
                 member, now_s = self._state.members[name], time.monotonic()
-                links = [replace(use, dst=name) for use in message.links]
-                self._scheduler.saw(links, self._state.survey_s, now_s, probe=True)
+                if message.epoch == self._state.epoch:
+                    links = [replace(use, dst=name) for use in message.links]
+                    self._scheduler.saw(links, self._state.survey_s, now_s, probe=True)
                 self._scheduler.measured(member.peer, member.kind, message.flops_per_s, message.times)
             stage = self._state.stage_of(name)
             if isinstance(message, protocol.Loaded) and message.epoch == self._state.epoch and stage is not None:
@@ -206,7 +207,7 @@ class Coordinator:
                 if tried is not None:
                     self._emit(tried)
                 if tried is not None and tried.cost > tried.budget:
-                    self._look_for_better(())
+                    self._look_for_better()
             if isinstance(message, protocol.Progress) and stage is None:
                 now_s = time.monotonic()
                 links = [replace(use, dst=name) for use in message.links if use.timed_bytes > 0]
@@ -318,6 +319,7 @@ class Coordinator:
             case runstate.Welcome(number, name):
                 self._sessions[name], _ = self._waiting_room.pop(number)
                 self._sessions[name].send(protocol.Welcome(self.job.run.name, HEARTBEAT_S))
+                self._linked = [other for other in self._linked if other != name]  # it has come anew
             case runstate.Refuse(number, reason):
                 _part(self._waiting_room.pop(number)[0], reason, refused=True)
             case runstate.Dismiss(name, reason):
@@ -329,6 +331,10 @@ class Coordinator:
                     member = self._state.members[name]
                     blocks = self._scheduler.to_measure(member.peer, member.kind)
                     self._sessions[name].send(protocol.Survey(epoch, roster, blocks))
+            case runstate.Consider(name):
+                self._introduce(name)
+                self._newcomers.append(name)
+                self._look_for_better()
             case runstate.Propose(epoch, peers):
                 self._spawn(self._propose(epoch, peers))
             case runstate.Prepare(plan, step, None):
@@ -391,6 +397,7 @@ class Coordinator:
         all_here = self._state.settings.named <= {peer.name for peer in peers}
         given = self._given_plan if all_here else None
         self._plan_is_given = given is not None
+        self._newcomers.clear()
         try:
             question = self._scheduler.ask(self._known(peers), time.monotonic())
             self._layouts[epoch] = await asyncio.to_thread(self._scheduler.lay_out, question, epoch, given)
@@ -402,7 +409,8 @@ class Coordinator:
     def _known(self, peers: Collection[Peer] | None = None) -> list[tuple[Peer, str]]:
         """Peers with their kinds: these, or all that could work."""
         members = self._state.members.values()
-        names = [peer.name for peer in peers] if peers is not None else [m.peer.name for m in members if not m.leaving]
+        able = [member.peer.name for member in members if member.known and not member.leaving]
+        names = [peer.name for peer in peers] if peers is not None else able
         return [(self._state.members[name].peer, self._state.members[name].kind) for name in names]
 
     @property
@@ -432,12 +440,23 @@ class Coordinator:
         linked = [name for name in self._linked if name in self._sessions]
         for probe in self._scheduler.probes(linked, now_s):
             self._send_test(probe)
-        if deviations:
-            self._look_for_better(deviations)
+        if deviations or self._newcomers:
+            self._look_for_better(map(str, deviations))
 
-    def _look_for_better(self, because: Sequence[Deviation]) -> None:
-        """Unless the user has said what the plan is."""
-        if self._plan_is_given or self._state.phase != "training":
+    def _introduce(self, name: str) -> None:
+        """Link a peer with all who are linked, if it joined after the plan began."""
+        if name in self._linked:
+            return
+        linked = [other for other in self._linked if other in self._sessions]
+        epoch, roster = self._state.epoch, self._roster([*linked, name])
+        self._say_to(name, protocol.Release(epoch, self._state.done, roster, ()))
+        for other in linked:
+            self._say_to(other, protocol.Meet(epoch, {name: roster[name]}))
+        self._linked = [*linked, name]
+
+    def _look_for_better(self, because: Iterable[str] = ()) -> None:
+        """Unless the user has said what the plan is, or one was found that comes after this step."""
+        if self._plan_is_given or self._state.phase != "training" or self._state.switch is not None:
             return
         self._because += because
         if not self._considering:
@@ -448,14 +467,17 @@ class Coordinator:
         """Go over to a better plan, if there is one. While the run goes on, the links that it rests on are tried, then
         the frozen weights that it needs are fetched; after each we ask again."""
         try:
-            found, because = Found(None, ""), list[Deviation]()
-            for look in range(1, _LOOKS + 1):
+            look, because = 0, list[str]()
+            while True:
+                look += 1
                 because += self._because
                 self._because = []
+                newcomers = [name for name in self._newcomers if name in self._sessions]
+                why = [*(f"{name} joined" for name in newcomers), *because]
                 question = self._scheduler.ask(self._known(), time.monotonic())
                 steps_left = self._state.settings.steps - self._state.done
                 found = await asyncio.to_thread(
-                    self._scheduler.better, question, self._layout, steps_left, because, self._base.digests,
+                    self._scheduler.better, question, self._layout, steps_left, why, self._base.digests,
                     self._holdings.digests, patient=look < _LOOKS,
                 )  # fmt: skip
                 if not self._trains(epoch):
@@ -469,7 +491,9 @@ class Coordinator:
                     await self._prefetch(epoch, found.layout, found)
                 if not self._trains(epoch):
                     return
+            self._newcomers = [name for name in self._newcomers if name not in newcomers]
             if found.layout is None:
+                self._scheduler.stays(question)
                 self._emit(events.Considered(self._state.done, found.reason))
             else:
                 self._proposed = found.layout

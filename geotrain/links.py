@@ -104,8 +104,11 @@ class Rate:
 
     @property
     def settled(self) -> bool:
-        """Whether the last full sample is what is believed."""
-        return not self.recent or 1 / (1 + SHIFT) < self.recent[-1] * self.seconds_per_byte < 1 + SHIFT
+        """Whether the last full sample is what is believed. Without one, a single sample is not: a first short frame
+        says little of a fast link, and the next one is as long as that tells it to be."""
+        if not self.recent:
+            return len(self.limited) > 1
+        return 1 / (1 + SHIFT) < self.recent[-1] * self.seconds_per_byte < 1 + SHIFT
 
     @property
     def low(self) -> float:

@@ -78,7 +78,7 @@ class Status:
     predicted_s: float = 0.0
     bottleneck: str = ""
     links: dict[tuple[str, str], LinkStatus] = field(default_factory=dict[tuple[str, str], LinkStatus])
-    changes: list[str] = field(default_factory=list[str])
+    decisions: list[str] = field(default_factory=list[str])
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,6 +99,8 @@ class Status:
                 self.message = f"waiting: {reason}"
             case events.Planned():
                 self._planned(event)
+            case events.Considered(_, reason):
+                self.decisions.append(f"the plan stays: {reason}")
             case events.Prepared(_, step):
                 self.step, self.message = step, "training"
             case events.StepCommitted():
@@ -124,7 +126,7 @@ class Status:
         self.parameters, self.message = event.parameters, "peers load their weights"
         self.predicted_s, self.bottleneck = event.predicted_s, event.bottleneck
         if event.reason:
-            self.changes.append(event.reason)
+            self.decisions.append(f"plan changed: {event.reason}")
         self.links = {(load.src, load.dst): LinkStatus(predicted_s=load.busy_s) for load in event.loads if load.nbytes}
         for a, b in pairwise(event.plan.stages):
             for src, dst, codec in ((a, b, a.codec_forward), (b, a, b.codec_backward)):
@@ -186,7 +188,7 @@ def render(status: Status) -> RenderableType:
         parts.append(_link_table(status))
     if status.bottleneck:
         parts.append(Text(_step_words(status), style="dim", overflow="ellipsis", no_wrap=True))
-    parts += [Text(f"plan changed: {change}", style="yellow") for change in status.changes[-2:]]
+    parts += [Text(decision, style="yellow") for decision in status.decisions[-2:]]
     return Group(*parts, Text(status.message, style="dim"))
 
 
@@ -300,8 +302,8 @@ class PlainView:
             case events.Tried(_, error, change, cost, budget):
                 words = f"gradient error {error:.2g}, loss {change:+.4f}"
                 return f"codecs on trial: {words}; they cost {cost:.2%} more steps and may cost {budget:.2%}"
-            case events.Considered(_, reason):
-                return f"the plan stays: {reason}"
+            case events.Considered():
+                return status.decisions[-1]
             case events.Planned(plan, stage_ops, stage_blocks, parameters, reason):
                 stages = "; ".join(
                     f"stage {i} on {stage.peer}: {ops} ops ({blocks})"

@@ -133,6 +133,8 @@ class PeerProcess:
                     await self._become(prepare)
                 case protocol.Release() as release:
                     await self._release(release)
+                case protocol.Meet(epoch, roster):
+                    self._transport.add_to_roster(epoch, roster)
                 case protocol.Probe(epoch, dst, nbytes):
                     frame = frame_of(epoch, 0, min(nbytes, LONG_BYTES))
                     self._spawn(self._deliver(dst, frame))

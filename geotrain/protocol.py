@@ -156,8 +156,8 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Send test frames to everybody in `roster`, take theirs, and say what the links are like. Then time `blocks` of
-    the model, as stage graphs' bytes."""
+    """Send test frames to everybody in `roster` (perhaps nobody else), take theirs, and say what the links are like.
+    Then time `blocks` of the model, as stage graphs' bytes."""
 
     epoch: int
     roster: dict[str, str]
@@ -226,6 +226,14 @@ class Release:
     step: int
     roster: dict[str, str]
     gifts: tuple[Gift, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Link up with these, too: they joined after the epoch began."""
+
+    epoch: int
+    roster: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +377,7 @@ class Store:
 FromPeer = (
     Hello | Surveyed | Loaded | Ready | Tried | Scored | Continued | Saved | Prefetched | Progress | Failed | Leaving
 )
-FromCoordinator = Welcome | Survey | Prepare | Release | Probe | Prefetch | Instruct | Leave
+FromCoordinator = Welcome | Survey | Prepare | Release | Meet | Probe | Prefetch | Instruct | Leave
 Transfer = Fetch | FetchShared | Store
 Message = FromPeer | FromCoordinator | Transfer
 
@@ -379,6 +387,7 @@ _LIMITS: Mapping[type[Any], int] = {
     Failed: 64 * _KIB, Leaving: _KIB, Welcome: _KIB, Prepare: MESSAGE_BYTES, Instruct: 64 * _KIB,
     Leave: 64 * _KIB, Fetch: 3 * _MIB, Store: 3 * _MIB, Survey: MESSAGE_BYTES, Surveyed: 3 * _MIB, Release: 3 * _MIB,
     Probe: _KIB, Tried: _KIB, FetchShared: _MIB, Continued: 64 * _KIB, Prefetch: 3 * _MIB, Prefetched: 4 * _KIB,
+    Meet: 3 * _MIB,
 }  # fmt: skip
 """The most bytes of each kind. The order is the kind byte."""
 

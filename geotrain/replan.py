@@ -94,6 +94,12 @@ def watching(timeline: Timeline, links: Iterable[Link] = (), speeds: Mapping[str
     return Watch(figures, amounts=amounts, step_s=timeline.step_seconds)
 
 
+def watching_more(watch: Watch, now: Watch) -> Watch:
+    """For a plan that stays while there are more peers and links than when it began: those are expected to be as a
+    watch that begins `now` has them."""
+    return replace(watch, expected={**now.expected, **watch.expected}, amounts={**now.amounts, **watch.amounts})
+
+
 def expected(timeline: Timeline, links: Iterable[Link] = ()) -> dict[Part, float]:
     """What a plan's simulation says of each part; of `links` that it leaves unused, their rates."""
     figures: dict[Part, float] = {
@@ -261,7 +267,7 @@ def decide(
     copy_s: float = 0.0,
     stall_s: float = 0.0,
     horizon: int = HORIZON,
-    because: Sequence[Deviation] = (),
+    because: Sequence[str] = (),
 ) -> Keep | Switch:
     """Keep the current plan or go over to the proposed one.
 
@@ -295,4 +301,4 @@ def decide(
         return Keep(f"the change costs {duration(cost_s)} and saves {duration(saved_s)} in {steps} steps")
     cost = f", which costs {duration(cost_s)}" if cost_s else ""
     reason = f"{duration(now_s)} a step, {duration(proposed_s)} after the change{cost}"
-    return Switch(kind, "; ".join([*map(str, because), reason]))
+    return Switch(kind, "; ".join([*because, reason]))

@@ -59,7 +59,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A peer that is in. `heard_s`: when it last said anything."""
+    """A peer that is in. `heard_s`: when it last said anything; `surveyed`: the links to all others were measured;
+    `known`: it has said how fast it is, and plans are made with it in mind."""
 
     peer: Peer
     duty: float
@@ -68,6 +69,7 @@ class Member:
     heard_s: float
     leaving: bool = False
     surveyed: bool = False
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +234,19 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Let these peers measure the links between them; each answers `Surveyed`."""
+    """Let these peers measure the links between them, and what is not known of their kind of machine; each answers
+    `Surveyed`."""
 
     epoch: int
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Consider:
+    """A peer that joined while the run trains is known now: link it with the others, and see whether a plan with it is
+    better; if so, answer `Switch`."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +358,6 @@ class Finish:
 
 
 Command = (
-    Welcome | Refuse | Dismiss | Survey | Propose | Prepare | Adopt | Feed | Instruct | LedgerCommit | LedgerRollback
-    | WriteCheckpoint | Continue | MarkBest | Emit | Finish
+    Welcome | Refuse | Dismiss | Survey | Consider | Propose | Prepare | Adopt | Feed | Instruct | LedgerCommit
+    | LedgerRollback | WriteCheckpoint | Continue | MarkBest | Emit | Finish
 )  # fmt: skip

@@ -161,11 +161,17 @@ class Scheduler:
         self._layout, self._step_s = layout, now_s
         self._plan_peers = {peer.name: peer for peer in question.peers}
         timeline = self._simulated(layout, question)
-        self._watch = replan.watching(timeline, question.links, {p.name: p.flops_per_s for p in question.peers})
+        self._watch = _watching(timeline, question)
         self._idle.clear()
         self._used = {(load.src, load.dst) for load in timeline.loads}
         self._predicted = {stage.peer: stage.forward_s + stage.backward_s for stage in timeline.workload.stages}
         return timeline
+
+    def stays(self, question: Question) -> None:
+        """The plan goes on, and was compared with others that some peers were not there for when it began."""
+        if self._watch is not None and self._layout is not None:
+            now = _watching(self._simulated(self._layout, question), question)
+            self._watch = replan.watching_more(self._watch, now)
 
     def prepared(self, now_s: float) -> None:
         """All stages of the plan that began last are ready."""
@@ -284,7 +290,7 @@ class Scheduler:
         question: Question,
         layout: Layout,
         steps_left: int,
-        because: Sequence[replan.Deviation],
+        because: Sequence[str],
         given: Mapping[str, str],
         has: Mapping[str, Collection[str]],
         patient: bool = True,
@@ -292,6 +298,7 @@ class Scheduler:
         """Whether another plan than that of `layout` is worth going over to.
 
         Args:
+            because: what made us ask, for the reason.
             given: digests of the frozen weights that can be fetched, by name.
             has: those that each peer has, by peer.
             patient: such weights are fetched before, and not while the run stands still.
@@ -319,7 +326,7 @@ class Scheduler:
             new = {(load.src, load.dst) for load in then.loads} | {(move.src, move.dst) for move in moves}
             new -= {(load.src, load.dst) for load in now.loads}  # these are seen in each step
             return Found(proposed, verdict.reason, tuple(sorted(new & question.doubtful)), lacks, copy_s)
-        return Found(None, "; ".join([*map(str, because), verdict.reason]))
+        return Found(None, "; ".join([*because, verdict.reason]))
 
     def _simulated(self, layout: Layout, question: Question) -> Timeline:
         return simulate(
@@ -364,6 +371,10 @@ def _seconds(transfers: Iterable[replan.Transfer], question: Question) -> float:
     up = {peer.name: peer.up_bytes_per_s for peer in question.peers}
     down = {peer.name: peer.down_bytes_per_s for peer in question.peers}
     return replan.copy_seconds(transfers, question.links, up, down)
+
+
+def _watching(timeline: Timeline, question: Question) -> replan.Watch:
+    return replan.watching(timeline, question.links, {peer.name: peer.flops_per_s for peer in question.peers})
 
 
 def rates(use: CodecUse) -> Rates:

@@ -54,6 +54,8 @@ class Survey:
         self._done = asyncio.Event()
 
     async def run(self) -> tuple[LinkUse, ...]:
+        if not self._others:
+            return ()
         self._transport.used()
         self._transport.set_roster(self.epoch, self._roster, self._check)
         at = sum(name < self._transport.name for name in self._others)

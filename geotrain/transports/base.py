@@ -29,6 +29,10 @@ class Transport(Protocol):
         """Link up with these peers (this one's own name is passed over), for this epoch."""
         ...
 
+    def add_to_roster(self, epoch: int, addresses: Mapping[str, str]) -> None:
+        """Link up with these, too, if this is the epoch. A link to one of them that is there ends: it has come anew."""
+        ...
+
     async def send(self, dst: str, frame: Frame) -> None:
         """Returns when the frame has left, so that whoever waits for it keeps within the link's pace. Frames to one
         peer leave in the order of the calls. The payload must not change meanwhile. Raises `PeerLost`."""

@@ -36,7 +36,7 @@ HELLO_S = 20.0
 """A stream that has not said hello by then is dropped; a peer that cannot be reached for so long is lost."""
 
 _ROSTER_S = 60.0
-"""How long a hello waits for this side's roster: peers learn of a new epoch one after the other."""
+"""How long a hello waits for this side's roster: peers learn of a new epoch, and of each other, one after the other."""
 
 _WAITING_HELLOS = 256
 _HELLO_BYTES = 1024
@@ -130,10 +130,21 @@ class StreamTransport:
     def set_roster(self, epoch: int, addresses: Mapping[str, str], admit: Admit) -> None:
         self._end_links(f"epoch {self._epoch} is over")
         self._epoch, self._admit = epoch, admit
-        self._links = {name: _Link(name, epoch) for name in addresses if name != self.name}
-        for link in self._links.values():
-            if dials(self.name, link.peer):
-                task = asyncio.create_task(self._dial(link, addresses[link.peer]))
+        self._link(addresses)
+
+    def add_to_roster(self, epoch: int, addresses: Mapping[str, str]) -> None:
+        if epoch == self._epoch:
+            self._link(addresses)
+
+    def _link(self, addresses: Mapping[str, str]) -> None:
+        for name, address in addresses.items():
+            if name == self.name:
+                continue
+            if name in self._links:
+                self._links[name].end(f"{name} has come anew")
+            link = self._links[name] = _Link(name, self._epoch)
+            if dials(self.name, name):
+                task = asyncio.create_task(self._dial(link, address))
                 self._dialling.add(task)
                 task.add_done_callback(self._dialling.discard)
         self._wake_hellos()
@@ -231,11 +242,11 @@ class StreamTransport:
         self._hellos += 1
         try:
             async with asyncio.timeout(_ROSTER_S):
-                while hello.epoch > self._epoch and not self._closed:
+                while not self._closed and (hello.epoch > self._epoch or self._lacks(hello)):
                     moved = self._moved
                     await moved.wait()
         except TimeoutError:
-            pass  # the epochs differ
+            pass  # the epochs differ, or nobody told of this peer
         finally:
             self._hellos -= 1
         link = self._links.get(hello.src)
@@ -247,6 +258,11 @@ class StreamTransport:
             raise RemoteProtocolError(f"{hello.src} is linked already")
         link.taken = True
         return link
+
+    def _lacks(self, hello: "_Hello") -> bool:
+        """Whether a peer of this epoch is not in the roster, or its link has ended."""
+        link = self._links.get(hello.src)
+        return hello.epoch == self._epoch and (link is None or link.ended is not None)
 
     async def _carry(self, link: _Link, stream: Stream) -> str:
         """Frames both ways, until one side ends it; returns why."""

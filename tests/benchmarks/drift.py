@@ -156,7 +156,7 @@ class Ours:
             self.book.saw([self._use(first, pair, SURVEY_BYTES)], -1e6, 0.0, probe=True)
         self.coming: tuple[Found, float] | None = None
         """A plan whose state is being copied, and the seconds that this still takes."""
-        self.because: list[replan.Deviation] = []
+        self.because: list[str] = []
         self.past: list[Found] = []
         self.settled = True
         """Whether all that the last answer rests on was as believed, and nothing has changed since."""
@@ -178,7 +178,7 @@ class Ours:
             self.now_s += seconds
             figures = self._see(problem, seconds, number)
             self.watch, deviations = replan.observe(self.watch, figures)
-            self.because += deviations
+            self.because += map(str, deviations)
             if deviations and self.coming is not None:
                 question = self.believed()
                 if step_s(question, self.coming[0]) > step_s(question, self.plan) * (1 - replan.LEAST_GAIN):
@@ -252,7 +252,7 @@ class Ours:
                 figures["stage", self.names[p]] = 1 / float(self.speed[p])
         return figures
 
-    def _ask(self, problem: Problem, left: int, because: Sequence[replan.Deviation]) -> None:
+    def _ask(self, problem: Problem, left: int, because: Sequence[str]) -> None:
         """The links that a plan would use are tried first; until all are as believed, we ask again. What pays within a
         horizon from now comes first; only if nothing does, a plan whose state takes longer to copy."""
         self.outcome.asked += 1

@@ -10,7 +10,7 @@ import asyncio
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,6 @@ from geotrain.local import LocalPeer, LocalPeers
 from geotrain.planner.baselines import baselines
 from geotrain.planner.build import Instance, borders, instance
 from geotrain.planner.exact import Found
-from geotrain.replan import Deviation
 from geotrain.schedule import default_windows
 from geotrain.simulator import simulate
 from geotrain.topology import Topology, parse
@@ -54,7 +53,7 @@ BEST = 3
 class Steady(Coordinator):
     """Keeps to the plans that it is given."""
 
-    def _look_for_better(self, because: Sequence[Deviation]) -> None:
+    def _look_for_better(self, because: Iterable[str] = ()) -> None:
         pass
 
 

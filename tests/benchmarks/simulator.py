@@ -11,7 +11,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from geotrain.data import BatchSource
 from geotrain.graph import OpGraph, candidate_cuts, capture, cut, graph_hash
 from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
-from geotrain.replan import Deviation
 from geotrain.scheduler import rates
 from geotrain.simulator import Message, StageTimes, Workload, simulate
 from geotrain.topology import Topology
@@ -110,7 +109,7 @@ SCENES = (
 class Steady(Coordinator):
     """Keeps to the plans that it is given."""
 
-    def _look_for_better(self, because: Sequence[Deviation]) -> None:
+    def _look_for_better(self, because: Iterable[str] = ()) -> None:
         pass
 
 

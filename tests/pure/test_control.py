@@ -366,6 +366,62 @@ def test_links_are_measured_before_the_first_plan():
     assert run.last(runstate.Survey).names == ("anna", "carl")  # nobody knows carl's links
 
 
+def training_with_a_survey():
+    run = Run(survey=True, steps=9)
+    run.join("anna")
+    run.join("ben")
+    for name in ("anna", "ben"):
+        run.say(name, protocol.Surveyed(1, (), 0.0, ()))
+    run.choose_plan()
+    run.load()
+    return run
+
+
+def test_a_peer_that_joins_a_running_run_is_measured_and_considered_beside_it():
+    run = training_with_a_survey()
+    assert kinds(run.join("carl")) == ["Welcome", "Emit", "Survey"]
+    assert run.last(runstate.Survey) == runstate.Survey(2, ("carl",))
+    run.step()  # nobody waits for carl
+    assert run.say("carl", protocol.Surveyed(1, (), 0.0, ())) == []
+    assert run.say("carl", protocol.Surveyed(2, (), 0.0, ())) == [runstate.Consider("carl")]
+    assert run.say("carl", protocol.Surveyed(2, (), 0.0, ())) == []
+    run.do(runstate.Switch(2, plan_over(["anna", "carl"], 7), "carl joined"))
+    run.step()
+    assert kinds(run.load()) == ["Emit", "Feed", "Instruct"]
+    assert len(run.ledger) == 2 and run.instructed() == (protocol.Train(2),)
+
+
+@pytest.mark.parametrize("phase", ["planning", "preparing", "draining"])
+def test_a_peer_that_joins_while_nothing_trains_is_considered_when_it_trains_again(phase):
+    run = training_with_a_survey()
+    if phase == "planning":
+        run.do(runstate.Lost("ben", "gone"))
+    else:
+        run.do(runstate.Switch(2, plan_over(["ben", "anna"], 7), "the other way round"))
+        if phase == "draining":
+            run.state = replace(run.state, evaluating=frozenset({0}))
+        run.step()
+    assert run.state.phase == phase
+    assert kinds(run.join("carl")) == ["Welcome", "Emit"]
+    if phase == "planning":
+        run.choose_plan()
+    run.say("ben", protocol.Scored(2, 0, (1.0,)))
+    assert kinds(run.load()) == ["Emit", "Feed", "Instruct", "Survey"]
+    assert run.say("carl", protocol.Surveyed(run.state.epoch, (), 0.0, ())) == [runstate.Consider("carl")]
+
+
+def test_a_peer_that_joins_before_a_move_that_fails_is_considered_all_the_same():
+    run = training_with_a_survey()
+    run.join("carl")
+    run.say("carl", protocol.Surveyed(2, (), 0.0, ()))
+    run.do(runstate.Switch(2, plan_over(["anna", "carl"], 7), "carl joined"))
+    run.state = replace(run.state, evaluating=frozenset({0}))
+    run.step()
+    run.join("dora")
+    assert kinds(run.do(runstate.Lost("carl", "gone"))) == ["Emit", "Instruct", "Survey"]
+    assert run.last(runstate.Survey).names == ("dora",)
+
+
 @pytest.mark.parametrize("how", ["silence", "loss"])
 def test_a_survey_does_not_wait_for_ever(how):
     run = Run(survey=True, survey_s=30.0, silence_s=1e9)
@@ -458,6 +514,7 @@ class Swarm(RuleBasedStateMachine):
         )
         self.names = 0
         self.late = []
+        self.asked = set()
         self.finishes = 0
         self.best = (0, 0)
 
@@ -471,6 +528,10 @@ class Swarm(RuleBasedStateMachine):
                 assert told == {(before.done, before.epoch, i) for i in range(len(before.plan.stages))}
             if isinstance(command, runstate.Prepare) and command.switch is not None:
                 assert command.step == self.run.state.done == before.done + (before.phase == "training")
+            if isinstance(command, runstate.Survey) and self.run.state.phase == "training":
+                (name,) = command.names  # nobody who trains is disturbed
+                assert not self.run.state.members[name].known and self.run.state.stage_of(name) is None
+                self.asked.add((command.epoch, name))
             if isinstance(command, runstate.Instruct):
                 assert command.epoch in (before.epoch, self.run.state.epoch)
                 commits = [i for i in command.instructions if isinstance(i, protocol.Commit)]
@@ -519,6 +580,18 @@ class Swarm(RuleBasedStateMachine):
         names = [peer.name for peer in self.run.last(runstate.Propose).peers][:3]
         self.late.append(runstate.PlanChosen(plan_over(names, self.run.state.epoch)))
         self.do(self.late[-1])
+
+    @precondition(lambda self: self.run.state.phase == "training" and self.unknown())
+    @rule(data=st.data())
+    def introduce(self, data):
+        """A peer that joined while the run trains answers."""
+        state, name = self.run.state, data.draw(st.sampled_from(self.unknown()))
+        self.late.append(runstate.Said(name, protocol.Surveyed(state.epoch, (), 0.0, ())))
+        self.do(self.late[-1])
+        assert self.run.commands[-1] == runstate.Consider(name)
+
+    def unknown(self):
+        return sorted(name for name, member in self.run.state.members.items() if not member.known)
 
     def due(self, i, name):
         """What a stage would say now."""
@@ -601,6 +674,8 @@ class Swarm(RuleBasedStateMachine):
         if state.phase == "training":
             assert {stage.peer for stage in state.plan.stages} <= set(state.members)
             assert state.plan.epoch == state.epoch
+            spare = {name for name in self.unknown() if state.stage_of(name) is None}
+            assert {(state.epoch, name) for name in spare} <= self.asked
 
 
 Swarm.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -162,6 +162,16 @@ def test_probes_go_to_the_links_that_were_not_seen_for_longest_and_never_to_thos
     assert wanted == [("a", "c"), ("b", "a"), ("c", "a"), ("c", "b"), ("b", "c")]
 
 
+def test_tests_that_could_not_wait_are_paid_by_later_probes():
+    book = LinkBook()
+    book.saw([use("a", "b", 1e6, 10 * MB)], 390.0, 400.0)
+    assert len(book.probes("ab", 400.0)) == 1
+    assert book.test(("b", "a")).nbytes == 64 << 10
+    for sent, probes in ((5 * MB, 0), (10 * MB, 1)):
+        book.saw([use("a", "b", 1e6, sent)], 400.0, 410.0)
+        assert len(book.probes("ab", 410.0)) == probes
+
+
 def test_links_that_may_have_changed_are_tried_again_at_once_within_the_budget():
     book = LinkBook()
     survey(book, {("c", "b"): 1e6, ("b", "c"): 1e6})
@@ -189,6 +199,17 @@ def test_a_link_is_in_doubt_until_it_is_measured_and_again_while_it_is_not_what_
     for at_s, doubted in ((101.0, True), (102.0, True), (103.0, False)):  # believed after three samples
         book.saw([use("a", "b", 1e6)], at_s - 1, at_s, probe=True)
         assert (("a", "b") in book.doubtful("ab", since_s=101.0)) == doubted
+
+
+def test_a_first_frame_that_does_not_fill_a_link_leaves_it_in_doubt_and_the_next_is_longer():
+    book = LinkBook()
+    back = use("b", "a", 20e6, 80 * MB, 0.02)
+    book.saw([back], 0.0, 5.0)
+    book.saw([use("a", "b", 2e6, 64 << 10, 0.02)], 5.0, 6.0, probe=True)
+    assert book.doubtful("ab", since_s=0.0) == {("a", "b")}
+    assert book.test(("a", "b")).nbytes == 0.2 * MB
+    book.saw([use("a", "b", 6e6, 0.2 * MB, 0.02)], 6.0, 7.0, probe=True)
+    assert book.doubtful("ab", since_s=0.0) == frozenset() and rate_of(book, "a", "b") == 6e6
 
 
 def test_unknown_pairs_are_guessed_from_their_ends_and_say_so():

@@ -73,6 +73,25 @@ def test_live_view_shows_every_peer_and_what_it_waits_for():
         assert words in shown
 
 
+def test_a_peer_that_joins_while_the_run_trains_is_told_of_and_so_is_what_comes_of_it():
+    reason = "roof joined; 2 s a step, 1 s after the change, which costs 3 s"
+    stays = "roof joined; no plan is faster than this one by 3%"
+    status, lines = live.Status("demo"), []
+    view = live.PlainView("demo", lines.append)
+    for event in [
+        *STORY, events.PeerJoined("roof", 9e9, 1 << 30, 1.0), events.Considered(1, stays),
+        events.Planned(plan_of(["attic", "roof"]), (12, 30), ("a", "b"), 3_300_000, reason),
+    ]:  # fmt: skip
+        status.apply(event)
+        view(event)
+    assert status.decisions == [f"the plan stays: {stays}", f"plan changed: {reason}"]
+    assert lines[-3].startswith("roof joined: 9 GFLOP/s") and lines[-2] == f"the plan stays: {stays}"
+    assert lines[-1].endswith(f"because {reason}")
+    console = Console(file=io.StringIO(), width=140)
+    console.print(live.render(status))
+    assert f"plan changed: {reason}" in console.file.getvalue()
+
+
 def test_plain_lines_outside_a_terminal():
     console = Console(file=io.StringIO(), force_terminal=False, width=40)
     view = live.open_view("demo", console)

@@ -36,6 +36,7 @@ EXAMPLES = [
     protocol.Leaving(),
     protocol.Welcome("r", 1.0),
     protocol.Survey(1, {"anna": "h:1"}, (b"\x00block",)),
+    protocol.Meet(1, {"carl": "h:1"}),
     protocol.Probe(1, "ben", 1 << 16),
     protocol.Prepare(
         2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,),

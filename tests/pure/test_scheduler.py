@@ -108,6 +108,36 @@ def test_links_that_nobody_measured_lately_are_tried_before_a_plan_goes_over_the
     assert sure.layout.names == found.layout.names and not sure.doubtful
 
 
+def test_a_newcomers_links_are_tried_before_a_plan_goes_over_them():
+    run = Run(flops_per_s=1e7)
+    run.known.append((Peer("dora", 1e8, 1 << 30), "cpu"))
+    found = run.better(61.0)
+    assert "dora" in found.layout.names and found.doubtful
+    assert all("dora" in pair for pair in found.doubtful)
+    tests = run.scheduler.tests(found.doubtful)
+    assert {test.nbytes for test in tests} == {64 << 10}
+    for test in tests:
+        use = LinkUse(test.src, test.dst, test.nbytes, test.nbytes, test.nbytes / FAST, None)
+        run.scheduler.saw([use], 61.0, 62.0, probe=True)
+    sure = run.better(62.0)
+    assert "dora" in sure.layout.names and not sure.doubtful
+
+
+def test_a_newcomer_that_is_not_of_use_yet_is_watched_from_then_on():
+    run, asked = Run(flops_per_s=1e7), []
+    run.known.append((Peer("dora", 1e6, 1 << 30), "cpu"))
+    question = run.scheduler.ask(run.known, 60.5)
+    assert "dora" not in run.layout.names
+    assert run.scheduler.better(question, run.layout, 1000, ["dora joined"], {}, {}).layout is None
+    run.scheduler.stays(question)
+    assert not run.step(61.0, FAST)
+    for at_s in (62.0, 63.0, 64.0, 65.0):
+        run.scheduler.rested("dora", 3e7, (), at_s - 1.0, at_s)
+        asked += run.step(at_s, FAST)
+    assert [(d.part, d.ratio) for d in asked] == [(("stage", "dora"), pytest.approx(1 / 30))]
+    assert "dora" in run.better(65.0).layout.names
+
+
 def test_a_spare_that_gets_faster_makes_us_ask_and_takes_a_stage():
     run, asked = Run(flops_per_s=1e7), []
     assert not run.step(61.0, FAST)

@@ -1,4 +1,5 @@
-"""The network or a peer changes while a run goes on: one other plan each time, and the losses of a plain loop."""
+"""The network, a peer or the swarm changes while a run goes on: one other plan each time, and the losses of a plain
+loop."""
 
 import asyncio
 
@@ -15,7 +16,7 @@ from geotrain.local import LocalPeer, LocalPeers, TopologyFile, train_with
 from geotrain.weights import WeightStore, save_module
 
 from . import swarm
-from .test_run import of
+from .test_run import audit, of
 
 MICROBATCHES, ROWS, WIDTH = 4, 48, 256
 NAMES = ("anna", "ben", "carl")
@@ -58,15 +59,16 @@ def network(slow=(), duty=None):
     return "\n".join(lines)
 
 
-def run(folder, steps, during, first=None):
+def run(folder, steps, during, first=None, late=None):
     """Trains on two of three peers; `during(file, seen)` changes the network (at `first` another than the usual one)
-    meanwhile; if it returns true, the run ends there. Returns (losses, events)."""
+    meanwhile; if it returns true, the run ends there. A peer may be `late`: it joins when 8 steps are done, and is of
+    another kind. Returns (result, events)."""
     torch.set_num_threads(1)
     file = folder / "network.toml"
     file.write_text(first or network())
     job = config.JobConfig(
         train=config.TrainConfig(steps=steps, microbatches=MICROBATCHES, lr=1e-3),
-        pipeline=config.PipelineConfig(peers=3, stages=2),
+        pipeline=config.PipelineConfig(peers=2 if late else 3, stages=2),
         compression=config.CompressionConfig(max_loss_increase=0),
     )
     module, seen, recorder = net(), [], Recorder()
@@ -76,10 +78,12 @@ def run(folder, steps, during, first=None):
         seen.append(event)
         recorder(event)
 
-    async def whole(coordinator, processes):
+    async def whole(coordinator, processes, late_ones):
         ticket = await coordinator.start()
 
         async def beside():
+            await after(seen, 8 if late else 0)
+            late_ones.give(ticket)
             if await during(file, seen):
                 coordinator.stop()
 
@@ -89,12 +93,16 @@ def run(folder, steps, during, first=None):
         return result
 
     duty = {name: peer.duty for name, peer in TopologyFile(file).topology.peers.items()}
-    with LocalPeers([LocalPeer(name, duty[name], device="cpu") for name in NAMES], folder / "logs", file) as processes:
+    in_time, late_one = (
+        LocalPeers([LocalPeer(n, duty[n], threads=t, device="cpu") for n in names], folder / "logs", file)
+        for names, t in (([n for n in NAMES if n != late], 1), ([late] if late else [], 2))
+    )
+    with in_time as processes, late_one as late_ones:
         coordinator = Coordinator(
             job, graph=capture(module, source().train(0, 0)), source=source(), run_dir=folder / "run",
             weights=WeightStore(folder / "weights"), on_event=on_event, wait_s=120.0,
         )  # fmt: skip
-        result = loops.run(asyncio.wait_for(whole(coordinator, processes), 200))
+        result = loops.run(asyncio.wait_for(whole(coordinator, processes, late_ones), 200))
     assert result.losses == swarm.plain_loop(job, net(), source())[0][: len(result.losses)]  # whatever happened
     return result, seen
 
@@ -158,6 +166,25 @@ def test_a_peer_that_was_too_slow_gets_a_stage_when_it_has_recovered(tmp_path):
         return True
 
     run(tmp_path, 400, recover, network(duty={**others, "carl": 0.005}))
+
+
+def test_a_peer_that_joins_meanwhile_gets_a_stage_when_that_pays(tmp_path):
+    async def joins(file, seen):
+        await until(lambda: "carl" in pair(plans(seen)[-1]), "carl was left out")
+        moved_at = len(of(events.StepCommitted, seen))
+        await after(seen, moved_at + 5)
+        return True
+
+    _, seen = run(tmp_path, 400, joins, network(duty={"anna": 0.05, "ben": 0.05}), late="carl")
+    first, *others = plans(seen)
+    assert pair(first) == {"anna", "ben"}
+    assert others[0].reason.startswith("carl joined; ")
+    joined, moved = (seen.index(event) for event in (of(events.PeerJoined, seen)[2], others[0]))
+    assert of(events.StepCommitted, seen[joined:moved]), "training went on while it was measured"
+    steps = [event.step for event in of(events.StepCommitted, seen)]
+    assert steps == list(range(1, len(steps) + 1)) and audit(tmp_path)[1] == [], "no step was done twice"
+    seconds = [[e.seconds for e in of(events.StepCommitted, part)] for part in (seen[:joined], seen[moved:])]
+    assert sorted(seconds[1])[len(seconds[1]) // 2] < 0.8 * sorted(seconds[0])[len(seconds[0]) // 2]
 
 
 def test_noise_changes_nothing(tmp_path):

@@ -318,7 +318,9 @@ def test_a_welcome_that_begins_like_a_refusal_is_a_welcome(run: Run, monkeypatch
     run(body)
 
 
-def test_who_is_not_in_the_roster_is_refused(run: Run) -> None:
+def test_who_is_not_in_the_roster_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_ROSTER_S", 0.2)
+
     async def body(members: Members) -> None:
         await members.add("a", "b")
         members["b"].transport.set_roster(1, {"b": members.addresses["b"]}, welcome)
@@ -327,6 +329,32 @@ def test_who_is_not_in_the_roster_is_refused(run: Run) -> None:
         assert "b refuses: a is not one that dials b in epoch 1" in members["a"].lost[0][1]
         with pytest.raises(PeerLost, match="nobody is not linked"):
             await members["a"].send("nobody", frame_of(torch.ones(1)))
+
+    run(body)
+
+
+@pytest.mark.parametrize("first", ["newcomer", "others"])
+@pytest.mark.parametrize("name", ["a", "m", "z"])
+def test_a_newcomer_is_linked_while_frames_go_on_between_the_others(run: Run, name: str, first: str) -> None:
+    async def body(members: Members) -> None:
+        await members.add("b", "y")
+        members.link()
+        await members["b"].send("y", frame_of(torch.ones(1)))
+        for _ in range(2):  # it leaves, and comes anew
+            await members.add(name)
+            for other in (name, "b", "y") if first == "newcomer" else ("b", "y", name):
+                if other == name:
+                    members[name].transport.set_roster(1, members.addresses, welcome)
+                else:
+                    members[other].transport.add_to_roster(0, {name: "nowhere:1"})  # of an epoch that is over
+                    members[other].transport.add_to_roster(1, {name: members.addresses[name]})
+                await asyncio.sleep(0.1)
+            for src, dst in (("b", name), (name, "b"), (name, "y"), ("y", name), ("b", "y"), ("y", "b")):
+                before = len(members[dst].frames)
+                await members[src].send(dst, frame_of(torch.ones(1)))
+                await members[dst].until(lambda dst=dst, before=before: len(members[dst].frames) > before)
+            await members[name].transport.close()
+        assert {gone for other in "by" for gone, _ in members[other].lost} <= {name}
 
     run(body)
 
