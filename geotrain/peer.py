@@ -157,6 +157,8 @@ class PeerProcess:
             graphs = [graph for data in blocks if isinstance(graph := from_bytes(data), StageGraph)]
             machine = self._machine
             flops_per_s, times = await asyncio.to_thread(measure, graphs, machine.device, machine.threads)
+        if self._survey is survey:
+            self._survey = None  # an idle peer tells of its links and speed from now on
         self._post(protocol.Surveyed(survey.epoch, links, flops_per_s, times))
 
     async def _become(self, prepare: protocol.Prepare) -> None:

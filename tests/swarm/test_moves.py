@@ -1,12 +1,13 @@
 """A plan changes while the run goes on: other cuts, other peers, other codecs; losses stay those of a plain loop."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from geotrain import config, events, planner
+from geotrain import config, events, planner, runstate
 from geotrain.base import Peer
 from geotrain.graph import capture
 from geotrain.layout import lacking
@@ -28,6 +29,26 @@ async def after(seen, steps):
 
 def moved(seen):
     return [[stage.peer for stage in event.plan.stages] for event in of(events.Planned, seen)]
+
+
+def test_an_idle_peer_that_was_asked_for_its_speed_still_tells_of_the_links_to_it(tmp_path):
+    """So it is with one that joins while stages move: it is linked first and asked then."""
+    job, waited_s = swarm.job(steps=30, peers=3), []
+    job = job.model_copy(update={"pipeline": config.PipelineConfig(peers=3, stages=2)})
+
+    async def ask(runner, processes, seen):
+        await after(seen, 2)
+        plan = of(events.Planned, seen)[0].plan
+        stays = plan.stages[0].peer
+        (spare,) = {"anna", "ben", "carl"} - {stage.peer for stage in plan.stages}
+        runner._execute(runstate.Survey(plan.epoch, (spare,)))
+        start_s = time.monotonic()
+        await runner._test(plan.epoch, [(stays, spare), (spare, stays)])
+        waited_s.append(time.monotonic() - start_s)
+
+    result, _, _ = swarm.train(tmp_path, job, ["anna", "ben", "carl"], during=ask, seconds=0.05)
+    swarm.assert_equal(result, job)
+    assert waited_s[0] < 4.0, "it would have been given up after 5 seconds"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
