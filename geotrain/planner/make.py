@@ -23,7 +23,7 @@ from .chain import along, nearby, resized
 from .exact import EXACT_PEERS, TOLERANCE, Found, exact, found
 from .explain import explain, why_nothing_fits
 from .heuristic import paths, search, useful
-from .polish import polish
+from .polish import lightened, polish
 from .problem import Problem
 
 COARSE_BORDERS, FINE_BORDERS = 26, 80
@@ -96,6 +96,7 @@ def plan(
     best = polish(problem, best)
     if near is not None:
         best = _nearest(made, best, near, stages)
+    best = lightened(problem, best)
     bound = lower_bound(problem, best.price.step_seconds)
     return _as_plan(graph, made, best, bound, epoch, stages)
 

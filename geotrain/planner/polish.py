@@ -7,6 +7,9 @@ from .problem import Problem
 
 MOST_PRICES = 2000
 
+ALIKE = 0.02
+"""Plans whose values differ by less are equally good, for all that is known of seconds and of what codecs cost."""
+
 
 def polish(problem: Problem, best: Found, moves: bool = True) -> Found:
     """Other codecs at one boundary, a cut one border on and, where values jump over stages (which the searches only
@@ -24,6 +27,30 @@ def polish(problem: Problem, best: Found, moves: bool = True) -> Found:
             if left <= 0:
                 break
     return best
+
+
+def lightened(problem: Problem, best: Found) -> Found:
+    """The same stages with less compression, as far as that is as good: one codec after the other gives way to one
+    that costs the loss less, first where a second buys most. So links that the step does not wait for lose nothing."""
+    limit = best.value * (1 + ALIKE)
+    while best.price.loss > 0:
+        milder = [found(problem, [*best.order], [*best.cuts], codecs) for codecs in _milder(problem, best)]
+        alike = [tried for tried in milder if tried.value <= limit]
+        if not alike:
+            break
+        now = best
+        best = min(alike, key=lambda tried: (tried.value - now.value) / (now.price.loss - tried.price.loss))
+    return best
+
+
+def _milder(problem: Problem, best: Found) -> Iterator[list[tuple[int, int]]]:
+    """With a codec that costs less, in one direction at one boundary."""
+    codecs = list(best.codecs)
+    for k, (f, g) in enumerate(codecs):
+        pairs = [(a, g) for a, rung in enumerate(problem.forward) if rung.cost < problem.forward[f].cost]
+        pairs += [(f, b) for b, rung in enumerate(problem.backward) if rung.cost < problem.backward[g].cost]
+        for pair in pairs:
+            yield [*codecs[:k], pair, *codecs[k + 1 :]]
 
 
 def _changes(

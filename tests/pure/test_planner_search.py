@@ -14,6 +14,7 @@ from geotrain.planner.chain import along
 from geotrain.planner.exact import exact, found
 from geotrain.planner.heuristic import paths, search
 from geotrain.planner.make import _best
+from geotrain.planner.polish import ALIKE, lightened
 from geotrain.planner.price import price
 from geotrain.planner.problem import Network, Problem
 from tests.benchmarks.exhaustive import exhaustive
@@ -142,3 +143,17 @@ def test_codecs_never_lead_many_peers_astray(seed: int) -> None:
     problem = replace(raw, forward=(*raw.forward, *codecs), backward=(*raw.backward, *codecs))
     plain, made = paths(raw, 0.05, 0), search(problem, 0.1, 0)
     assert plain is not None and made is not None and made.value <= plain.value * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_codecs_that_hardly_pay_are_not_used(seed: int) -> None:
+    problem = random_problem(seed, 5, 6, codecs=True)
+    best = exact(problem)
+    assert best is not None
+    made = lightened(problem, best)
+    assert made.order == best.order and made.cuts == best.cuts
+    assert made.price.loss <= best.price.loss and made.value <= best.value * (1 + ALIKE)
+    for k, (f, g) in enumerate(made.codecs):
+        for pair in [(a, g) for a in range(f)] + [(f, b) for b in range(g)]:
+            codecs = [*made.codecs[:k], pair, *made.codecs[k + 1 :]]
+            assert found(problem, [*made.order], [*made.cuts], codecs).value > best.value * (1 + ALIKE)
