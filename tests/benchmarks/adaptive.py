@@ -5,8 +5,8 @@
 Four peers on this machine train a GPT from scratch on the embedded text, a stage on each. Three of them send 20 Mbit/s
 and receive 100, the fourth has a line of 8 Mbit/s. Three runs of as many steps from the same weights: on links without
 limit and with nothing lost; in these homes, with the codecs that the run chooses; and with its last plan, but AdaTopK
-as published for codecs, with fewer elements on the slow line. Peers act out a speed that
-leaves the cores that they share here time to spare (`acted`), so that a step waits for links and not for cores.
+as published for codecs, with fewer elements on the slow line. Peers act out a speed that leaves the cores that they
+share here time to spare (`acted`), so that a step waits for links and not for cores.
 """
 
 import asyncio
