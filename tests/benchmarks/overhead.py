@@ -3,7 +3,8 @@
 All have one torch thread a process. On N cores a perfect split over K peers takes the plain loop's seconds divided by
 the smaller of the two; what is above that is the pipeline's own fill and drain, waiting, and the CPU time that frames,
 checks and reports cost. CPU seconds are those of all peers and the coordinator, from one committed step to a later one.
-Cores share caches and memory: what that alone costs is seen where each core runs a plain loop.
+What processes that take turns on shared cores cost without geotrain is seen where plain loops, each of as much as a
+peer has, run at the same time.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from geotrain.weights import WeightStore, save_module
 from .tables import Table, alternate, ratio
 
 VOCAB = 512
+PEERS = (1, 2, 4)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -63,12 +65,10 @@ def plain(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig) ->
     return Cost(*(statistics.median(values) for values in zip(*costs[1:], strict=True)))
 
 
-def plain_on_each_core(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig) -> Cost:
-    """A step of one of as many plain loops as there are cores, at the same time."""
-    cores = os.cpu_count() or 1
-    with ProcessPoolExecutor(cores, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        running = [pool.submit(plain, net, data, train) for _ in range(cores)]
-        costs = [one.result() for one in running]
+def plain_beside(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig, loops: int) -> Cost:
+    """A step of one of so many plain loops at the same time, a process each."""
+    with ProcessPoolExecutor(loops, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        costs = [one.result() for one in [pool.submit(plain, net, data, train) for _ in range(loops)]]
     return Cost(*(statistics.fmean(values) for values in zip(*costs, strict=True)))
 
 
@@ -112,11 +112,10 @@ def process_cpu_s(pid: int) -> float:
 
 
 def benchmark(short: bool) -> list[Table]:
-    layers, microbatches, steps, rounds = (2, 8, 4, 1) if short else (8, 8, 8, 5)
-    torch.manual_seed(0)
-    net = build(config.GptModel(layers=layers, hidden=256, heads=4, context=128), VOCAB).train()
+    layers, microbatches, steps, rounds = (4, 8, 4, 1) if short else (8, 8, 16, 5)
     train = config.TrainConfig(steps=steps, microbatches=microbatches, microbatch_size=4)
     data = BatchSource(batches(microbatches, 4), microbatches)
+    net, quarter = (_gpt(blocks) for blocks in (layers, layers // 4))
     graph = capture(net, data.train(0, 0))
     with tempfile.TemporaryDirectory() as folder:
         save_module(net, Path(folder) / "weights")
@@ -124,32 +123,38 @@ def benchmark(short: bool) -> list[Table]:
         def on(peers: int):
             return lambda: split(graph, data, train, peers, Path(folder) / "weights")
 
-        runs = {
-            "plain loop": lambda: plain(net, data, train),
-            "plain loop on each core": lambda: plain_on_each_core(net, data, train),
-        }
-        runs |= {f"{peers} peer{'s' * (peers > 1)}": on(peers) for peers in (1, 2, 4)}
+        runs = {"plain loop": lambda: plain(net, data, train)}
+        runs |= {f"{peers} peer{'s' * (peers > 1)}": on(peers) for peers in PEERS}
+        runs |= {f"{n} beside": lambda n=n: plain_beside(quarter, data, train, n) for n in (1, 4)}
         costs = alternate(rounds, runs)
     return [_table(costs, microbatches, layers)]
 
 
+def _gpt(layers: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build(config.GptModel(layers=layers, hidden=256, heads=4, context=128), VOCAB).train()
+
+
 def _table(costs: Mapping[str, list[Cost]], microbatches: int, layers: int) -> Table:
     cores = os.cpu_count() or 1
-    alone = costs["plain loop"]
+
+    def cpu(name: str, base: str) -> float:
+        return ratio([c.cpu_s for c in costs[name]], [c.cpu_s for c in costs[base]])
+
     rows, ratios = [], {}
-    for (name, given), peers in zip(costs.items(), (1, 1, 1, 2, 4), strict=True):
-        perfect = [cost.seconds / min(peers, cores) for cost in alone]
-        cpu = ratio([c.cpu_s for c in given], [c.cpu_s for c in alone])
+    for name, peers in zip(list(costs)[: 1 + len(PEERS)], (1, *PEERS), strict=True):
+        perfect = [cost.seconds / min(peers, cores) for cost in costs["plain loop"]]
+        given = costs[name]
         rows.append((
             name, statistics.median(c.seconds for c in given), ratio([c.seconds for c in given], perfect),
-            (microbatches + peers - 1) / microbatches, statistics.median(c.cpu_s for c in given), cpu,
+            (microbatches + peers - 1) / microbatches, statistics.median(c.cpu_s for c in given),
+            cpu(name, "plain loop"),
         ))  # fmt: skip
-        if name.endswith(("peer", "peers")):
-            ratios[f"CPU seconds of {name} over the plain loop's"] = cpu
-    beside = costs["plain loop on each core"]
+        if name != "plain loop":
+            ratios[f"CPU seconds of {name} over the plain loop's"] = cpu(name, "plain loop")
     note = (
-        f"4 peers take {ratio([c.cpu_s for c in costs['4 peers']], [c.cpu_s for c in beside]):.3f} times the CPU "
-        "seconds of a plain loop on each core"
+        f"4 plain loops of {layers // 4} blocks each, at the same time and without geotrain, take "
+        f"{cpu('4 beside', '1 beside'):.3f} times the CPU seconds that each takes alone"
     )
     columns = ("run", "step s", "over a perfect split", "of which fill and drain", "CPU s", "CPU over plain")
     title = f"a step of {microbatches} microbatches of 4, GPT of {layers} blocks, loopback, {cores} cores"
