@@ -68,7 +68,7 @@ def apply(state: State, event: Event, now_s: float) -> Result:
             return _lost(state, name, reason, now_s)
         case PlanChosen(plan) if state.phase == "planning" and plan.epoch == state.epoch:
             stages = frozenset(range(len(plan.stages)))
-            state = replace(state, phase="preparing", plan=plan, waiting=stages, moved=False)
+            state = replace(state, phase="preparing", plan=plan, waiting=stages)
             return state, [Prepare(plan, state.done), _loading(state)]
         case Switch(epoch, plan) if state.phase == "training" and epoch == state.epoch:
             peers_are_here = all(stage.peer in state.members for stage in plan.stages)
@@ -201,7 +201,7 @@ def _loaded(state: State, stage: int, now_s: float) -> Result:
         return state, [_loading(state)]
     state = replace(state, phase="training", ready={}, committed_s=now_s)
     instructions: list[protocol.Instruction] = []
-    if not state.moved:
+    if state.moved_at is None:
         state = _evaluate(state, instructions)
     state = _try(replace(state, try_at=state.done), instructions)
     if state.done < state.settings.steps:
@@ -240,13 +240,15 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
     seconds = now_s - (now_s if state.committed_s is None else state.committed_s)
 
     state = replace(state, done=step + 1, ready={}, committed_s=now_s)
+    if state.moved_at is not None and state.done >= state.moved_at + 2:
+        state = replace(state, givers=frozenset())  # what is needed to apply a step was there for the one before
     if state.done == settings.steps or _enough(state):
         after = "done"
     elif state.stopping:
         after = "interrupted"
     elif any(state.members[stage.peer].leaving for stage in plan.stages):
         after = "replan"
-    elif state.switch is not None and change(plan, state.switch.plan) in ("windows", "layers"):
+    elif _moves(state, plan) and not state.givers:
         after = "move"
     else:
         after = None
@@ -261,7 +263,7 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         state = replace(state, saving={**state.saving, state.done: frozenset(range(len(plan.stages)))})
         instructions.append(protocol.Checkpoint(state.done))
     adopted: list[Command] = []
-    if after is None and state.switch is not None:
+    if after is None and state.switch is not None and not _moves(state, plan):
         plan, reason = state.switch.plan.with_epoch(state.epoch), state.switch.reason
         forward = tuple(stage.codec_forward for stage in plan.stages)
         instructions.append(protocol.Codecs(forward, tuple(stage.codec_backward for stage in plan.stages)))
@@ -282,6 +284,11 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         *adopted,
     ]
     return _then(_drained(state, now_s), *commands)
+
+
+def _moves(state: State, plan: Plan) -> bool:
+    """Whether another plan waits that takes more than other codecs."""
+    return state.switch is not None and change(plan, state.switch.plan) in ("windows", "layers")
 
 
 def _try(state: State, instructions: list[protocol.Instruction]) -> State:
@@ -339,10 +346,11 @@ def _move(state: State) -> Result:
     """Everything is committed and nothing on its way: the stages of the next plan take over from those of this one."""
     switch = state.switch
     assert switch is not None
+    givers = frozenset(stage.peer for stage in state.plan.stages) if state.plan else frozenset[str]()
     plan = switch.plan.with_epoch(state.epoch + 1)
     stages = frozenset(range(len(plan.stages)))
     state = replace(state, epoch=plan.epoch, phase="preparing", plan=plan, waiting=stages, switch=None, after=None)
-    state = replace(state, moved=True)
+    state = replace(state, moved_at=state.done, givers=givers)
     return state, [Prepare(plan, state.done, switch), _loading(state)]
 
 
@@ -356,6 +364,7 @@ def _replan(state: State, now_s: float) -> Result:
     if state.done > state.checkpoint:
         before.append(LedgerRollback(state.checkpoint, state.epoch + 1))
     state = replace(state, members=staying, plan=None, done=state.checkpoint, ready={}, after=None, switch=None)
+    state = replace(state, moved_at=None, givers=frozenset())
     if state.committed_s is None:
         return _then(_gathered(replace(state, phase="gathering", gathering_s=now_s), now_s), *before)
     if not staying:
@@ -378,7 +387,7 @@ def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
     if stage is None and state.switch is not None and any(s.peer == name for s in state.switch.plan.stages):
         return _then(_stay(state), gone)
     harmless = state.phase == "draining" and state.after != "move" and not (state.saving or state.evaluating)
-    if (stage is None and state.phase != "planning") or harmless:
+    if (stage is None and name not in state.givers and state.phase != "planning") or harmless:
         return state, [gone]
     state = replace(state, saving={}, evaluating=frozenset())
     if state.writing:

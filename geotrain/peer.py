@@ -208,14 +208,16 @@ class PeerProcess:
         return held
 
     def _give(self, epoch: int, step: int, gifts: Sequence[protocol.Gift], held: Held) -> None:
+        """Weights first: the others' stages begin with these, and their optimizers' state follows."""
         for gift in gifts:
             if gift.name not in held:
                 raise RemoteProtocolError(f"the coordinator gives away {gift.name!r}, which is not here")
-            for part, tensor in held[gift.name].items():
-                key = FrameKey(epoch, step, ONCE, part, "M")
-                frame = absent(key) if tensor is None else raw_frame(key, tensor)
-                for peer in gift.to:
-                    self._spawn(self._deliver(peer, frame))
+        parts = [(gift, part) for gift in gifts for part in held[gift.name]]
+        for gift, part in sorted(parts, key=lambda it: it[0].name != it[1]):
+            key, tensor = FrameKey(epoch, step, ONCE, part, "M"), held[gift.name][part]
+            frame = absent(key) if tensor is None else raw_frame(key, tensor)
+            for peer in gift.to:
+                self._spawn(self._deliver(peer, frame))
 
     # What the stage thread asks of us.
 
@@ -324,7 +326,7 @@ class PeerProcess:
     def _on_lost(self, name: str, reason: str) -> None:
         if self._survey is not None:
             self._survey.done_with(name)
-        if self._stage is not None and name in (*self._names, COORDINATOR):
+        if self._stage is not None and (name in (*self._names, COORDINATOR) or self._stage.awaits(name)):
             self._loop.call_later(_LINK_GRACE_S, self._still_lost, self._stage.epoch, name, reason)
 
     def _still_lost(self, epoch: int, name: str, reason: str) -> None:

@@ -80,8 +80,9 @@ class State:
     have to load; `ready` the reports of the running step; `saving` the
     stages whose part of a checkpoint is still on its way; `writing` the checkpoints being completed on disk;
     `evaluating` the evaluations without an answer. `after` says what follows when all these are empty. `switch` is
-    the plan to go over to at the next commit; `moved`: this epoch began by going over, not from a checkpoint. A plan
-    with lossy codecs is put to trial before step number `try_at`, or the first one after that.
+    the plan to go over to at the next commit. An epoch that began by going over, not from a checkpoint, did so at step
+    number `moved_at`, and until its second step is done the stages' state may still be on its way from the `givers`. A
+    plan with lossy codecs is put to trial before step number `try_at`, or the first one after that.
     `best`: the evaluation with the least held-out loss, by step; `worse`: how many came since.
     `gathering_s` is when gathering began, `committed_s` when the last step was committed or training began.
     """
@@ -104,7 +105,8 @@ class State:
     evaluating: frozenset[int] = frozenset()
     after: Literal["done", "interrupted", "replan", "move", "texts"] | None = None
     switch: "Switch | None" = None
-    moved: bool = False
+    moved_at: int | None = None
+    givers: frozenset[str] = frozenset()
     try_at: int = 0
     stopping: bool = False
     best: tuple[int, float] | None = None

@@ -20,6 +20,7 @@ from .errors import PlanError
 from .graph import OpGraph, to_bytes
 from .layout import Layout, handover, lacking, ladders, lay_out
 from .links import LinkBook, Pair, Probe
+from .planner.make import standstill
 from .simulator import Timeline, simulate
 from .workload import workload
 
@@ -157,7 +158,8 @@ class Scheduler:
         before, but for these weights."""
         self._moving_s = None
         if given is not None and self._layout is not None:
-            self._moving_s = _seconds(self._moves(self._layout, layout, given), question)
+            weights, _ = self._moves(self._layout, layout, given)
+            self._moving_s = _seconds(weights, question)
         self._layout, self._step_s = layout, now_s
         self._plan_peers = {peer.name: peer for peer in question.peers}
         timeline = self._simulated(layout, question)
@@ -312,12 +314,13 @@ class Scheduler:
         if cost > budget * (1 + 1e-9):
             return Found(proposed, f"the codecs cost {cost:.1%} more steps, and may cost {budget:.1%}")
         lacks = lacking(proposed, given, has)
-        moves, copies = self._moves(layout, proposed, given), self._copies(layout, lacks)
+        (moves, following), copies = self._moves(layout, proposed, given), self._copies(layout, lacks)
         if not patient:
             moves, copies, lacks = [*moves, *copies], [], {}
-        stall_s, copy_s = _seconds(moves, question), _seconds(copies, question)
-        stall_s += median(self._preparations) if self._preparations else _PREPARING_S
         now, then = self._simulated(layout, question), self._simulated(proposed, question)
+        copy_s, all_s = _seconds(copies, question), _seconds([*moves, *following], question)
+        stall_s = standstill(_seconds(moves, question), all_s, then.step_seconds)
+        stall_s += median(self._preparations) if self._preparations else _PREPARING_S
         verdict = replan.decide(
             current, proposed.plan, now_s=now.step_seconds, proposed_s=then.step_seconds, steps_left=steps_left,
             copy_s=copy_s, stall_s=stall_s, because=because,
@@ -340,13 +343,21 @@ class Scheduler:
         seen = self._speeds.get(peer.name)
         return median(seen) if seen else self._idle_speeds.get(peer.name, peer.flops_per_s)
 
-    def _moves(self, old: Layout, new: Layout, given: Collection[str]) -> list[replan.Transfer]:
-        """State that the stages of one layout hand over to those of another."""
+    def _moves(
+        self, old: Layout, new: Layout, given: Collection[str]
+    ) -> tuple[list[replan.Transfer], list[replan.Transfer]]:
+        """What the stages of one layout hand over to those of another: weights and buffers, and the optimizers' state,
+        which follows."""
         _, gifts = handover(old, new, given)
-        return [
-            replan.Transfer(src, dst, self._state_bytes(gift.name))
-            for src, of in gifts.items() for gift in of for dst in gift.to
-        ]  # fmt: skip
+        train, weights, following = self._job.train, list[replan.Transfer](), list[replan.Transfer]()
+        for src, of in gifts.items():
+            for name, dst in ((gift.name, dst) for gift in of for dst in gift.to):
+                nbytes, parameter = self._weight_bytes(name), self._graph.parameters.get(name)
+                weights.append(replan.Transfer(src, dst, nbytes))
+                if parameter is not None and parameter.requires_grad:
+                    nbytes *= optimizer_states(train.optimizer, train.momentum)
+                    following.append(replan.Transfer(src, dst, nbytes))
+        return weights, following
 
     def _copies(self, old: Layout, lacks: Mapping[str, Collection[str]]) -> list[replan.Transfer]:
         """Weights that peers fetch: as if from those whose stages have them."""
@@ -356,15 +367,14 @@ class Scheduler:
             for name in (*stage.parameters, *stage.buffers)
         }
         return [
-            replan.Transfer(owner[name], dst, self._state_bytes(name)) for dst, names in lacks.items() for name in names
+            replan.Transfer(owner[name], dst, self._weight_bytes(name))
+            for dst, names in lacks.items()
+            for name in names
         ]
 
-    def _state_bytes(self, name: str) -> int:
-        """Of a parameter with its optimizer state, or of a buffer."""
-        parameter, train = self._graph.parameters.get(name), self._job.train
-        if parameter is None:
-            return self._graph.buffers[name].spec.nbytes
-        return parameter.spec.nbytes * (1 + parameter.requires_grad * optimizer_states(train.optimizer, train.momentum))
+    def _weight_bytes(self, name: str) -> int:
+        """Of a parameter or buffer."""
+        return (self._graph.parameters.get(name) or self._graph.buffers[name]).spec.nbytes
 
 
 def _seconds(transfers: Iterable[replan.Transfer], question: Question) -> float:

@@ -82,6 +82,9 @@ class StageThread:
         self._name, self._kept = prepare.names[prepare.stage], dict(kept)
         self._given: dict[str, str] = {}
         self._moved = Mailbox()
+        self._following = tuple(
+            move for move in prepare.moves if _parts(move.name, stage.parameters.get(move.name), train)[1:]
+        )
         self._instructions: queue.SimpleQueue[protocol.Instruction | None] = queue.SimpleQueue()
         self._transfer: concurrent.futures.Future[int] | None = None
         self._upload: concurrent.futures.Future[None] | None = None
@@ -114,7 +117,7 @@ class StageThread:
         """Carry out what is queued, then end; returns the stage's whole state."""
         self._instructions.put(None)
         self._thread.join(_FINISH_S)
-        if self._thread.is_alive() or self.worker is None:
+        if self._thread.is_alive() or self.worker is None or self._following:
             self.abort()
             self._thread.join()
             raise RemoteProtocolError("the stage is asked to move while it works")
@@ -123,6 +126,11 @@ class StageThread:
             name: {part: everything.get(part) for part in _parts(name, parameters.get(name), self.train)}
             for name in (*parameters, *self.stage.buffers)
         }
+
+    def awaits(self, name: str) -> bool:
+        """Whether state of a stage before is still to come from this peer."""
+        moves = self._prepare.moves if self.worker is None else self._following
+        return any(move.src == name for move in moves)
 
     def put(self, key: FrameKey, tensor: Tensor | None) -> None:
         """What arrived for the stage, from any thread."""
@@ -178,8 +186,7 @@ class StageThread:
                 tensors[name] = materialize(entry.init, entry.spec, name, prepare.seed, device)
                 if self._stopped.is_set():
                     raise Aborted
-        optimizer_state: dict[str, Tensor] = {}
-        tensors |= self._take_over(optimizer_state)
+        tensors |= self._take_over()
         shared_bytes = self._transfer.result()
         entries = {**stage.parameters, **stage.buffers}
         for name in [name for name in fetched if name in entries]:
@@ -189,25 +196,38 @@ class StageThread:
             stage, tensors, self.train, actions, epoch=self.epoch, device=device, seed=prepare.seed,
             send=self._send, duty=self._machine.duty, recompute=prepare.recompute,
         )  # fmt: skip
-        self.worker.load({**fetched, **optimizer_state})
+        self.worker.load(fetched)
+        own = [move.name for move in self._following if move.src == self._name]
+        self._kept = {name: self._kept[name] for name in own if name in self._kept}
         return shared_bytes
 
-    def _take_over(self, optimizer_state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters and buffers that move here, on the device; their optimizer state goes into the argument."""
-        prepare, stage = self._prepare, self.stage
+    def _take_over(self) -> dict[str, Tensor]:
+        """The parameters and buffers that move here, on the device."""
         tensors: dict[str, Tensor] = {}
-        for move in prepare.moves:
-            own = self._kept.pop(move.name, {}) if move.src == self._name else None
-            for part in _parts(move.name, stage.parameters.get(move.name), self.train):
-                key = FrameKey(self.epoch, prepare.step, ONCE, part, "M")
-                tensor = self._moved.take(key, f"{part} from {move.src}") if own is None else own.get(part)
-                if part == move.name:
-                    if tensor is None:
-                        raise RemoteProtocolError(f"{part!r} is to move here, and there is none")
-                    tensors[part] = tensor.to(self._machine.device)
-                elif tensor is not None:
-                    optimizer_state[part] = tensor
+        for move in self._prepare.moves:
+            tensor = self._moving(move, move.name)
+            if tensor is None:
+                raise RemoteProtocolError(f"{move.name!r} is to move here, and there is none")
+            tensors[move.name] = tensor.to(self._machine.device)
         return tensors
+
+    def _follow(self) -> None:
+        """What the optimizer has kept of the parameters that moved here. It follows while the first step is computed,
+        and is needed when that is applied."""
+        if self._following and self.worker is not None:
+            self._doing = "waiting for the optimizer's state"
+            found: dict[str, Tensor] = {}
+            for move in self._following:
+                _, *states = _parts(move.name, self.stage.parameters.get(move.name), self.train)
+                found |= {part: tensor for part in states if (tensor := self._moving(move, part)) is not None}
+            self.worker.load(found)
+            self._kept, self._following = {}, ()
+
+    def _moving(self, move: protocol.Move, part: str) -> Tensor | None:
+        """A part of what moves here, from this machine or another."""
+        if move.src == self._name:
+            return self._kept.get(move.name, {}).get(part)
+        return self._moved.take(FrameKey(self.epoch, self._prepare.step, ONCE, part, "M"), f"{part} from {move.src}")
 
     def _carry_out(self, instruction: protocol.Instruction) -> None:
         worker = self.worker
@@ -225,6 +245,7 @@ class StageThread:
                 self._loop.use_codecs(Codecs(forward[self.index], backward[self.index]))
             case protocol.Commit(step, clip, lr, skip):
                 self._settle()
+                self._follow()
                 worker.commit(step, clip, lr, skip)
                 self.step = step + 1
             case protocol.Evaluate(step, count):

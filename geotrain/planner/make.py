@@ -223,20 +223,27 @@ def _moving(made: Instance, option: Found, near: Plan) -> float:
     number = {name: i for i, name in enumerate(problem.names)}
     points = np.asarray(made.points)
     bounds = [0, *option.cuts, problem.borders - 1]
-    trained = made.table["gradient_bytes"] + made.table["optimizer_bytes"]
-    frozen = made.table["parameter_bytes"] - made.table["gradient_bytes"]
+    trained, following = made.table["gradient_bytes"], made.table["optimizer_bytes"]
+    frozen = made.table["parameter_bytes"] - trained
     longest = 0.0
     for k, peer in enumerate(option.order):
-        seconds = 0.0
+        weights_s = state_s = 0.0
         for stage in near.stages:
             a, b = np.searchsorted(points, [stage.first_op, stage.end_op])
             first, end = max(int(a), bounds[k]), min(int(b), bounds[k + 1])
             source = number.get(stage.peer)
             if first < end and source != peer:
                 rate = net.up.min() if source is None else float(net.rates(source, peer))
-                seconds += float(trained[first, end] + BACKGROUND * frozen[first, end]) / rate
-        longest = max(longest, seconds)
+                weights_s += float(trained[first, end] + BACKGROUND * frozen[first, end]) / rate
+                state_s += float(following[first, end]) / rate
+        longest = max(longest, standstill(weights_s, weights_s + state_s, option.price.step_seconds))
     return longest
+
+
+def standstill(weights_s: float, all_s: float, step_s: float) -> float:
+    """Seconds that a run waits for what moves: first for the weights; what optimizers have kept of them follows, and is
+    needed when the first step is applied."""
+    return max(weights_s, all_s - step_s)
 
 
 def _as_plan(graph: OpGraph, made: Instance, best: Found, bound: float, epoch: int, stages: int | None) -> Plan:

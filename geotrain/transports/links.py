@@ -77,26 +77,34 @@ class _Link:
         self.over = asyncio.Event()
         self.more = asyncio.Event()
         self.waiting: deque[_Waiting] = deque()
+        self.moving: deque[_Waiting] = deque()
+        """State that moves: it leaves while nothing else waits."""
         self.leaving: list[_Waiting] = []
+
+    def add(self, waiting: _Waiting) -> None:
+        (self.moving if waiting.frame.key.direction == "M" else self.waiting).append(waiting)
+        self.more.set()
 
     def next(self) -> "list[_Waiting]":
         """The frame that has waited longest and, if it is short, short ones behind it that go into one message."""
-        self.leaving = [self.waiting.popleft()]
+        queue = self.waiting or self.moving
+        self.leaving = [queue.popleft()]
         nbytes = self.leaving[0].frame.nbytes
-        while self.waiting and not self.leaving[0].long and not self.waiting[0].long:
-            nbytes += self.waiting[0].frame.nbytes
+        while queue and not self.leaving[0].long and not queue[0].long:
+            nbytes += queue[0].frame.nbytes
             if nbytes > _JOINED_BYTES:
                 break
-            self.leaving.append(self.waiting.popleft())
+            self.leaving.append(queue.popleft())
         return self.leaving
 
     def end(self, reason: str) -> None:
         self.ended = reason
         self.over.set()
-        for waiting in (*self.leaving, *self.waiting):
+        for waiting in (*self.leaving, *self.waiting, *self.moving):
             if not waiting.future.done():
                 waiting.future.set_exception(PeerLost(reason))
         self.waiting.clear()
+        self.moving.clear()
 
 
 class StreamTransport:
@@ -156,8 +164,7 @@ class StreamTransport:
         if link.ended is not None:
             raise PeerLost(link.ended)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        link.waiting.append(_Waiting(frame, future))
-        link.more.set()
+        link.add(_Waiting(frame, future))
         await future
 
     def reshape(self, topology: Topology) -> None:
@@ -307,7 +314,7 @@ class StreamTransport:
 
     async def _transmit(self, link: _Link, write: Write, size: int, idle: Any = None) -> None:
         while True:
-            if not link.waiting:
+            if not (link.waiting or link.moving):
                 link.more.clear()
                 await link.more.wait()
                 if idle is not None:

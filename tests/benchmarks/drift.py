@@ -20,6 +20,7 @@ from geotrain.links import SHIFT_SAMPLES, LinkBook
 from geotrain.planner.chain import along
 from geotrain.planner.exact import Found, found
 from geotrain.planner.heuristic import search
+from geotrain.planner.make import standstill
 from geotrain.planner.price import price
 from geotrain.planner.problem import Network, Problem
 
@@ -43,7 +44,7 @@ EFFORT_S = 0.2
 PARAMETERS = 12 * 1024**2
 """Of a block: hidden size 1024; context 1024, half precision on the links, weights and AdamW's state in full."""
 
-STATE_BYTES = 12.0 * PARAMETERS
+WEIGHT_BYTES, STATE_BYTES = 4.0 * PARAMETERS, 12.0 * PARAMETERS
 
 BLOCK_FLOPS = 6.0 * PARAMETERS * 1024
 BOUNDARY_BYTES = 2.0 * 1024 * 1024
@@ -279,13 +280,13 @@ class Ours:
         )  # fmt: skip
         if isinstance(verdict, replan.Keep):
             return
-        copy_s = self._copy_s(problem, proposed)
         if self.background:
-            self.coming = proposed, copy_s
+            self.coming = proposed, self._copy_s(problem, proposed)
         else:
-            self.outcome.moving += copy_s
-            self.outcome.seconds += copy_s
-            self.now_s += copy_s
+            stall_s = self._stall_s(problem, proposed)
+            self.outcome.moving += stall_s
+            self.outcome.seconds += stall_s
+            self.now_s += stall_s
             self._go_over(proposed)
 
     def _near(self, question: Problem) -> list[Found]:
@@ -317,7 +318,14 @@ class Ours:
         return [(self.names.index(m.src), self.names.index(m.dst)) for m in self._moves(proposed)]
 
     def _cost(self, problem: Problem, proposed: Found) -> dict[str, float]:
-        return {"copy_s" if self.background else "stall_s": self._copy_s(problem, proposed)}
+        if self.background:
+            return {"copy_s": self._copy_s(problem, proposed)}
+        return {"stall_s": self._stall_s(problem, proposed)}
+
+    def _stall_s(self, problem: Problem, proposed: Found) -> float:
+        """As ours do: weights first, and the optimizer's state while the first step runs."""
+        copy_s = self._copy_s(problem, proposed)
+        return standstill(copy_s * WEIGHT_BYTES / STATE_BYTES, copy_s, step_s(problem, proposed))
 
     def _copy_s(self, problem: Problem, proposed: Found) -> float:
         moves = self._moves(proposed)

@@ -446,9 +446,9 @@ def test_other_codecs_come_into_force_with_the_next_step():
     assert (run.state.epoch, run.state.plan.epoch, run.state.phase) == (1, 1, "training")
 
 
-def moving():
+def moving(**changes):
     """Two peers train, a third is there, and the plan is to go over from ben to carl."""
-    run = Run(evaluate_every=1, evaluate_microbatches=1)
+    run = Run(evaluate_every=1, evaluate_microbatches=1, **changes)
     run.start("anna", "ben")
     run.join("carl")
     run.do(runstate.Switch(1, plan_over(["anna", "carl"], 7), "carl is faster"))
@@ -468,6 +468,47 @@ def test_stages_move_when_the_step_is_committed_and_nothing_is_on_its_way():
     assert run.instructed() == (protocol.Train(1),)  # evaluated already
     run.step()
     assert [row.step for row in run.ledger] == [0, 1] and [row.epoch for row in run.ledger] == [1, 2]
+
+
+def moved():
+    """Carl has taken over from ben, whose optimizer's state may still be on its way."""
+    run = moving(steps=9)
+    run.say("ben", protocol.Scored(1, 0, (5.0,)))
+    run.say("ben", protocol.Scored(1, 1, (4.0,)))
+    run.load()
+    assert run.state.givers == {"anna", "ben"}
+    return run
+
+
+def test_stages_move_again_when_all_state_of_the_move_before_has_come():
+    run = moved()
+    run.do(runstate.Switch(2, plan_over(["carl"], 7), "anna is slow"))
+    run.step()
+    assert run.instructed()[-1] == protocol.Train(2) and run.state.switch is not None
+    run.step()
+    assert run.instructed()[-1] == protocol.Evaluate(3, 1)
+    assert run.state.phase == "draining" and run.state.after == "move"
+
+
+def test_other_codecs_do_not_wait_for_it():
+    run = moved()
+    stages = tuple(replace(stage, codec_forward="int8") for stage in run.state.plan.stages)
+    run.do(runstate.Switch(2, replace(run.state.plan, stages=stages), "the link is slow"))
+    run.step()
+    assert run.state.switch is None and run.state.plan.stages == stages
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_peer_that_gave_its_stage_away_is_missed_until_all_of_it_has_come(steps):
+    run = moved()
+    for _ in range(steps):
+        run.step()
+    phase = run.state.phase
+    run.do(runstate.Lost("ben", "gone"))
+    if steps < 2:
+        assert run.state.phase == "planning" and run.state.done == 0
+    else:
+        assert run.state.phase == phase and run.state.done == 3
 
 
 def test_when_the_peer_to_move_to_is_lost_the_old_plan_goes_on():
@@ -528,6 +569,8 @@ class Swarm(RuleBasedStateMachine):
                 assert told == {(before.done, before.epoch, i) for i in range(len(before.plan.stages))}
             if isinstance(command, runstate.Prepare) and command.switch is not None:
                 assert command.step == self.run.state.done == before.done + (before.phase == "training")
+                begun = before.moved_at is None or before.done + (before.phase == "training") >= before.moved_at + 2
+                assert begun, "a stage hands on what it has"
             if isinstance(command, runstate.Survey) and self.run.state.phase == "training":
                 (name,) = command.names  # nobody who trains is disturbed
                 assert not self.run.state.members[name].known and self.run.state.stage_of(name) is None

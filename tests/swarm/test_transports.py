@@ -202,6 +202,21 @@ def test_frames_of_one_link_arrive_in_the_order_of_sending(run: Run) -> None:
     run(body)
 
 
+def test_state_that_moves_leaves_while_nothing_else_waits(run: Run) -> None:
+    def moving(number: int) -> Frame:
+        return replace(frame_of(torch.ones(20_000), number), key=FrameKey(1, 0, number, "x", "M"))
+
+    async def body(members: Members) -> None:
+        await members.add("a", "b")
+        members.link()
+        frames = [moving(0), moving(1), frame_of(torch.ones(20_000), 2), moving(3), frame_of(torch.ones(3), 4)]
+        await asyncio.gather(*(members["a"].send("b", frame) for frame in frames))
+        await members["b"].until(lambda: len(members["b"].frames) == len(frames))
+        assert [frame.key.microbatch for _, frame in members["b"].frames] == [2, 4, 0, 1, 3]
+
+    run(body)
+
+
 def test_send_before_the_other_side_has_its_roster_waits_for_it(run: Run) -> None:
     async def body(members: Members) -> None:
         await members.add("a", "b")
