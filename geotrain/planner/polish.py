@@ -7,7 +7,7 @@ from .problem import Problem
 
 MOST_PRICES = 2000
 
-ALIKE = 0.02
+ALIKE = 0.005
 """Plans whose values differ by less are equally good, for all that is known of seconds and of what codecs cost."""
 
 

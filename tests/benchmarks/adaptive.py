@@ -71,8 +71,8 @@ context = 128
 
 [train]
 steps = {steps}
-microbatches = 16
-microbatch_size = 2
+microbatches = 64
+microbatch_size = 1
 lr = 1e-3
 warmup_steps = 10
 

@@ -7,7 +7,7 @@ from geotrain.planner.bound import lower_bound
 from geotrain.planner.exact import exact
 from geotrain.planner.heuristic import search
 from geotrain.planner.make import _best
-from geotrain.planner.polish import polish
+from geotrain.planner.polish import lightened, polish
 from tests.pure.test_planner_search import random_problem
 
 from .exhaustive import exhaustive, plans
@@ -33,7 +33,7 @@ def _exhaustive(short: bool) -> Table:
                 made = _best(problem, None, 1.0, 0, [])
                 if made is None:
                     continue
-                made = polish(problem, made)
+                made = lightened(problem, polish(problem, made))
                 spent.append(time.process_time() - begin)
                 over.append(made.value / exhaustive(problem, made).value)
                 many.append(plans(problem))
