@@ -25,8 +25,8 @@ from .tables import Cell, Table, Unavailable
 
 LOSSLESS = "identity", "identity"
 PAIRS = (
-    ("bf16", "bf16"), ("hd4", "ecm-1"), ("ch-01", "ecm-1"), ("ch-01", "ecm-2"), ("tcu-0025", "tcm-1"),
-    ("ec-01", "ecm-1"), ("delta2", "ecm-2"),
+    ("bf16", "bf16"), ("hd4", "ecm-1"), ("ch-01", "ecm-05"), ("ch-01", "ecm-1"), ("ch-01", "ecm-2"),
+    ("tcu-0025", "tcm-1"), ("ec-01", "ecm-1"), ("delta2", "ecm-2"),
 )  # fmt: skip
 """Codecs of activations and of their gradients."""
 REMEMBERING = "delta2"
