@@ -152,6 +152,29 @@ def test_a_peer_killed_while_its_state_moves_costs_steps_and_nothing_else(tmp_pa
     assert counted.ok and len(rollbacks) <= 1
 
 
+def test_a_peer_killed_when_it_has_given_its_stage_away_costs_steps_and_nothing_else(tmp_path):
+    """Its optimizer's state may still be on its way, so it is missed, though it has no stage any more."""
+    job = swarm.job(steps=10, peers=3, checkpoint=config.CheckpointConfig(every=2))
+    job = job.model_copy(update={"pipeline": config.PipelineConfig(peers=3, stages=2)})
+    names, killed = ["anna", "ben", "carl"], []
+
+    async def change(runner, processes, seen):
+        await after(seen, 5)
+        gives, stays = (stage.peer for stage in of(events.Planned, seen)[0].plan.stages)
+        (spare,) = {*names} - {gives, stays}
+        await runner.go_over(plan_for(runner, {spare: 3e9, stays: 1e9}), "another pair")
+        await swarm.until(lambda: len(of(events.Planned, seen)) > 1)
+        killed.append(gives)
+        processes[names.index(gives)].kill()
+
+    result, seen, _ = swarm.train(tmp_path, job, names, during=change, seconds=0.1)
+    swarm.assert_equal(result, job)
+    assert [gone.name for gone in of(events.PeerGone, seen)] == killed
+    assert len(of(events.Planned, seen)) == 3, "those who are left begin again at the checkpoint"
+    counted, rollbacks = audit(tmp_path)
+    assert counted.ok and len(rollbacks) <= 1
+
+
 def test_codecs_change_between_steps(tmp_path):
     job = swarm.job(steps=12, peers=2)
 
