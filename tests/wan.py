@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,14 @@ table inet router {
                   ct state established,related accept; }
 }
 """
+
+
+def lacking() -> str:
+    """Why this machine cannot build networks; empty if it can."""
+    if os.geteuid() != 0:
+        return "networks are built of namespaces, which needs root"
+    absent = [package for tool, package in (("ip", "iproute2"), ("nft", "nftables")) if shutil.which(tool) is None]
+    return f"networks are built of namespaces, which needs {' and '.join(absent)}: install them" if absent else ""
 
 
 @dataclass(frozen=True)

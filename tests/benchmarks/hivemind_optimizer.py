@@ -16,7 +16,7 @@ from typing import Any
 from tests import netswarm
 from tests.wan import Wan
 
-from .netbench import geotrain_run, need_root
+from .netbench import geotrain_run, need_networks
 from .tables import Cell, Table
 from .worlds import PEERS, WORLDS, World, first_weights, plain_loop
 
@@ -25,7 +25,7 @@ _END_S = 300.0
 
 
 def benchmark(short: bool) -> list[Table]:
-    need_root()
+    need_networks()
     if short:
         return [compare("e", 10, 6, delays=(False,))]
     return [compare(name, 120, 40) for name in ("b", "c", "d")]

@@ -1,12 +1,11 @@
 """geotrain's runs in a world, as benchmarks time them. I/O (root)."""
 
-import os
 import statistics
 from pathlib import Path
 from typing import NamedTuple
 
 from tests import netswarm
-from tests.wan import Wan
+from tests.wan import Wan, lacking
 
 from .tables import Unavailable
 from .worlds import PEERS, World
@@ -25,10 +24,10 @@ class Run(NamedTuple):
     note: str
 
 
-def need_root() -> None:
+def need_networks() -> None:
     """Raises `Unavailable`."""
-    if os.geteuid() != 0:
-        raise Unavailable("networks are built of namespaces, which needs root")
+    if reason := lacking():
+        raise Unavailable(reason)
 
 
 def geotrain_run(

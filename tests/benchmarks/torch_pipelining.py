@@ -25,7 +25,7 @@ from geotrain.models import Gpt, _rotation
 from tests import netswarm
 from tests.wan import Wan
 
-from .netbench import Run, geotrain_run, need_root
+from .netbench import Run, geotrain_run, need_networks
 from .tables import Cell, Table, alternate, ratio
 from .worlds import WORLDS, World, first_weights, load_model, plain_loop
 
@@ -45,7 +45,7 @@ class Setup(NamedTuple):
 
 
 def benchmark(short: bool) -> list[Table]:
-    need_root()
+    need_networks()
     if short:
         return compare("e", steps=2, rounds=1, long=0)
     return [table for name in WORLDS for table in compare(name, steps=3, rounds=5, long=60)]

@@ -1,14 +1,13 @@
 """A run over links that the kernel shapes: processes as users start them, each in a network of its own."""
 
-import os
 import statistics
 
 import pytest
 
 from tests import netswarm
-from tests.wan import Home, Wan
+from tests.wan import Home, Wan, lacking
 
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 JOB = """
 [model]

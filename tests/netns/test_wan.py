@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from tests.wan import Home, Wan
+from tests.wan import Home, Wan, lacking
 
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 GOODPUT = 1448 / 1514
 """What TCP carries of a rate that counts whole Ethernet frames."""
