@@ -240,13 +240,14 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
     seconds = now_s - (now_s if state.committed_s is None else state.committed_s)
 
     state = replace(state, done=step + 1, ready={}, committed_s=now_s)
+    leaving = any(member.leaving and state.needs(name) for name, member in state.members.items())
     if state.moved_at is not None and state.done >= state.moved_at + 2:
         state = replace(state, givers=frozenset())  # what is needed to apply a step was there for the one before
     if state.done == settings.steps or _enough(state):
         after = "done"
     elif state.stopping:
         after = "interrupted"
-    elif any(state.members[stage.peer].leaving for stage in plan.stages):
+    elif leaving:
         after = "replan"
     elif _moves(state, plan) and not state.givers:
         after = "move"
@@ -387,7 +388,7 @@ def _lost(state: State, name: str, reason: str, now_s: float) -> Result:
     if stage is None and state.switch is not None and any(s.peer == name for s in state.switch.plan.stages):
         return _then(_stay(state), gone)
     harmless = state.phase == "draining" and state.after != "move" and not (state.saving or state.evaluating)
-    if (stage is None and name not in state.givers and state.phase != "planning") or harmless:
+    if not (state.needs(name) or state.phase == "planning") or harmless:
         return state, [gone]
     state = replace(state, saving={}, evaluating=frozenset())
     if state.writing:
@@ -408,9 +409,9 @@ def _stay(state: State) -> Result:
 
 
 def _leaving(state: State, name: str, now_s: float) -> Result:
-    """A peer's owner wants it back. One that trains is let go when the step is finished and saved."""
+    """A peer's owner wants it back. One that is needed is let go when the step is finished and saved."""
     state = _with_member(state, name, replace(state.members[name], leaving=True))
-    if state.stage_of(name) is not None and state.phase in ("training", "draining"):
+    if state.needs(name) and state.phase in ("training", "draining"):
         return state, []
     return _then(_lost(state, name, "left", now_s), Dismiss(name, "thank you"))
 

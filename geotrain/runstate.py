@@ -113,6 +113,10 @@ class State:
     worse: int = 0
     committed_s: float | None = None
 
+    def needs(self, name: str) -> bool:
+        """Whether a step waits for this peer: it has a stage, or gave one away and not all of it may have come."""
+        return self.stage_of(name) is not None or name in self.givers
+
     def stage_of(self, name: str) -> int | None:
         """The stage that a peer runs in the active plan."""
         stages = self.plan.stages if self.plan is not None else ()

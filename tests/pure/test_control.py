@@ -511,6 +511,23 @@ def test_a_peer_that_gave_its_stage_away_is_missed_until_all_of_it_has_come(step
         assert run.state.phase == phase and run.state.done == 3
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_peer_that_gave_its_stage_away_leaves_without_losing_a_step(steps):
+    run = moved()
+    for _ in range(steps):
+        run.step()
+    run.say("ben", protocol.Leaving())
+    if steps < 2:
+        assert "ben" in run.state.members
+        run.step()
+        assert run.instructed()[-1] == protocol.Checkpoint(steps + 2)
+        for done in sorted(run.state.evaluating):
+            run.say("carl", protocol.Scored(2, done, (4.0,)))
+        run.save(steps + 2)
+        assert run.state.phase == "planning"
+    assert "ben" not in run.state.members and run.state.done == len(run.ledger) == 1 + steps + (steps < 2)
+
+
 def test_when_the_peer_to_move_to_is_lost_the_old_plan_goes_on():
     run = moving()
     run.do(runstate.Lost("carl", "gone"))

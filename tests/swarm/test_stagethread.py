@@ -42,8 +42,9 @@ class Loop:
         return message
 
 
-def made(job, epoch, moves=()):
-    """A stage of the whole model, its thread, and its loop. Without moves its weights are kept here."""
+def made(job, epoch, source):
+    """A stage of the whole model, whose state moves here from `source` (or is here already, which is on anna): its
+    names, its thread, and its loop."""
     module = swarm.net()
     graph = capture(module, swarm.source().train(0, 0))
     what = layout.lay_out(job, graph, [Peer("anna", 1e9, 1 << 30)], epoch, None, ())
@@ -52,9 +53,9 @@ def made(job, epoch, moves=()):
     names = [*stage.parameters, *stage.buffers]
     prepare = protocol.Prepare(
         epoch, 0, 0, what.graphs[0], what.actions[0], job.train.model_dump_json(), 7, what.names, {}, (), (),
-        moves or tuple(protocol.Move(name, "anna") for name in names), (), "identity", "identity", False,
+        tuple(protocol.Move(name, source) for name in names), (), "identity", "identity", False,
     )  # fmt: skip
-    kept = {} if moves else {name: {name: state[name]} for name in names}
+    kept = {name: {name: state[name]} for name in names} if source == "anna" else {}
     loop = Loop()
     thread = StageThread(prepare, stage, job.train, MACHINE, lambda *_: None, loop, kept)
     thread.start()
@@ -81,7 +82,7 @@ def test_the_optimizers_state_follows_and_the_step_is_applied_when_it_is_there(o
     job = swarm.job(peers=1)
     train = job.train.model_copy(update={"optimizer": optimizer, "momentum": 0.9})
     job = job.model_copy(update={"train": train})
-    names, alone, loop = made(job, 1)
+    _, alone, loop = made(job, 1, "anna")
     loop.expect(protocol.Loaded)
     step(alone, loop, 0)
     between = alone.finish()
@@ -89,7 +90,7 @@ def test_the_optimizers_state_follows_and_the_step_is_applied_when_it_is_there(o
     kept = {p: t for held in between.values() for p, t in held.items() if p.startswith(PREFIX)}
     assert any(tensor is not None for tensor in kept.values())
 
-    _, whole, whole_loop = made(job, 2, tuple(protocol.Move(name, "ben") for name in names))
+    _, whole, whole_loop = made(job, 2, "ben")
     give(whole, weights)
     whole_loop.expect(protocol.Loaded)
     assert whole.awaits("ben") and not whole.awaits(COORDINATOR)
@@ -101,7 +102,7 @@ def test_the_optimizers_state_follows_and_the_step_is_applied_when_it_is_there(o
     moved = whole.finish()
     assert not whole.awaits("ben")
 
-    _, other, other_loop = made(job, 3, tuple(protocol.Move(name, "ben") for name in names))
+    _, other, other_loop = made(job, 3, "ben")
     give(other, {**weights, **kept})  # all at once
     other_loop.expect(protocol.Loaded)
     step(other, other_loop, 1)
@@ -114,14 +115,9 @@ def test_the_optimizers_state_follows_and_the_step_is_applied_when_it_is_there(o
 
 
 def test_a_stage_whose_state_has_not_all_come_does_not_hand_it_on():
-    names, thread, loop = made(swarm.job(peers=1), 2, tuple(protocol.Move(n, "ben") for n in _names()))
+    names, thread, loop = made(swarm.job(peers=1), 2, "ben")
     state = swarm.net().state_dict()
     give(thread, {name: state[name] for name in names})
     loop.expect(protocol.Loaded)
     with pytest.raises(RemoteProtocolError, match="asked to move while it works"):
         thread.finish()
-
-
-def _names():
-    stage = capture(swarm.net(), swarm.source().train(0, 0))
-    return [*stage.parameters, *stage.buffers]
