@@ -3,7 +3,8 @@
     python -m tests.benchmarks [--only NAME ...] [--short] [--json FILE] [--keep]
 
 The short form takes a minute for each at most and shows that it works; it fails where a ratio is more than the one in
-`kept.json`. `--keep` writes that file: three times what was measured now.
+`kept.json` and still is when the benchmark has run a second time. `--keep` writes that file: three times what was
+measured now.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,40 +62,48 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     facts: dict[str, Any] = {"machine": machine(), "short": options.short, "benchmarks": {}}
     console.print(", ".join(f"{name} {value}" for name, value in facts["machine"].items()), highlight=False)
-    ratios: dict[str, float] = {}
+    kept: dict[str, float] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    compared = kept if options.short and not options.keep else {}
     failed = False
     for name in options.only:
         start = time.monotonic()
         try:
-            tables: list[Table] = importlib.import_module(f".{name.replace('-', '_')}", __package__).benchmark(
-                options.short
-            )
+            tables = _run(name, options.short, console)
+            if _over(name, tables, compared, console):
+                console.print(f"{name}: once more, since something else may have kept the machine busy")
+                tables = _run(name, options.short, console)
+                failed |= _over(name, tables, compared, console)
         except Unavailable as error:
             console.print(f"{name}: {error}", style="red")
             failed = True
             continue
-        for table in tables:
-            table.print(console)
-            ratios |= {f"{name}: {what}": value for what, value in table.ratios.items()}
         facts["benchmarks"][name] = {
             "seconds": round(time.monotonic() - start, 1), "tables": [table.facts() for table in tables],
         }  # fmt: skip
         if options.json:  # after each, so that a long one that fails costs nothing but itself
             options.json.write_text(json.dumps(facts, indent=2))
-    if options.short:
-        failed |= _compare(ratios, options.keep, console)
+        if options.keep and options.short:
+            kept |= {what: round(value * _ROOM, 3) for what, value in _ratios(name, tables).items()}
+            KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
     return int(failed)
 
 
-def _compare(ratios: dict[str, float], keep: bool, console: Console) -> bool:
+def _run(name: str, short: bool, console: Console) -> list[Table]:
+    tables: list[Table] = importlib.import_module(f".{name.replace('-', '_')}", __package__).benchmark(short)
+    for table in tables:
+        table.print(console)
+    return tables
+
+
+def _ratios(name: str, tables: Sequence[Table]) -> dict[str, float]:
+    return {f"{name}: {what}": value for table in tables for what, value in table.ratios.items()}
+
+
+def _over(name: str, tables: Sequence[Table], kept: Mapping[str, float], console: Console) -> bool:
     """Whether a ratio is over the kept one."""
-    kept: dict[str, float] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    if keep:
-        kept |= {name: round(value * _ROOM, 3) for name, value in ratios.items()}
-        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
-    over = {name: value for name, value in ratios.items() if value > kept.get(name, value)}
-    for name, value in over.items():
-        console.print(f"{name} is {value:.3g}, over the kept {kept[name]:.3g}", style="red")
+    over = {what: value for what, value in _ratios(name, tables).items() if value > kept.get(what, value)}
+    for what, value in over.items():
+        console.print(f"{what} is {value:.3g}, over the kept {kept[what]:.3g}", style="red")
     return bool(over)
 
 

@@ -152,7 +152,7 @@ def benchmark(short: bool) -> list[Table]:
     here, there = spawn.Pipe()
     process = spawn.Process(target=receiver, args=(there,), daemon=True)
     process.start()
-    table = asyncio.run(measure(here, *((16, 2) if short else (512, 5))))
+    table = asyncio.run(measure(here, *((64, 5) if short else (512, 5))))
     here.send(None)
     process.join(5)
     return [table]

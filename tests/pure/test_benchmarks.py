@@ -29,13 +29,26 @@ def test_a_table_as_text_and_as_facts():
     assert json.loads(json.dumps(table.facts()))["rows"] == [{"run": "ours", "s": 0.5}, {"run": "theirs", "s": None}]
 
 
-def test_a_ratio_over_the_kept_one_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("ratios", "failed"), [((3.0,), 0), ((3.1, 2.9), 0), ((3.1, 3.2), 1)], ids=["within", "once over", "twice over"]
+)
+def test_a_ratio_that_stays_over_the_kept_one_fails(tmp_path, monkeypatch, ratios, failed):
+    def command(*options, measured):
+        left = list(measured)
+
+        def run(*_):
+            return [Table("speed", ("run",), [], [], {"x over y": left.pop(0), "new over old": 9.0})]
+
+        monkeypatch.setattr(benchmarks, "_run", run)
+        monkeypatch.setattr("sys.argv", ["benchmarks", "--short", "--only", "codecs", *options])
+        code = benchmarks.main()
+        assert not left
+        return code
+
     monkeypatch.setattr(benchmarks, "KEPT", tmp_path / "kept.json")
-    console = Console(file=io.StringIO())
-    assert not benchmarks._compare({"x: over y": 1.0}, True, console)
-    assert json.loads((tmp_path / "kept.json").read_text()) == {"x: over y": 3.0}
-    assert not benchmarks._compare({"x: over y": 3.0, "new: over old": 9.0}, False, console)
-    assert benchmarks._compare({"x: over y": 3.1}, False, console)
+    assert command("--keep", measured=[1.0]) == 0
+    assert json.loads((tmp_path / "kept.json").read_text())["codecs: x over y"] == 3.0
+    assert command(measured=ratios) == failed
 
 
 def test_an_unknown_benchmark_is_refused(monkeypatch):
