@@ -4,10 +4,10 @@ Activation memory is an estimate of what autograd saves between a microbatch's f
 each op the tensors its derivative reads, a tensor and its views counted once. It errs towards too much.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -77,24 +77,26 @@ class CostTable:
     Every quantity is a sum over things (an op's FLOPs, a parameter, a saved tensor) that a stage `[a, b)` has
     when it holds at least one of the thing's places. With the places in order, that is true of those (a, b)
     where, for exactly one place u, `previous place < a <= u < b`: a rectangle of (a, b). All rectangles go
-    into one difference array, whose running sums are the table. O(places + points^2) to build.
+    into one difference array, whose running sums are the table. O(places + points^2) to build; what does not
+    depend on the points is kept for the next table of the graph.
     """
 
     def __init__(self, graph: OpGraph, points: Sequence[int], optimizer: str = "adamw", momentum: float = 0.0) -> None:
         if list(points) != sorted(set(points)) or points[0] < 0 or points[-1] > len(graph.ops):
             raise PlanError(f"stage borders must ascend from 0 to {len(graph.ops)}; got {list(points)}")
         self.points = tuple(points)
-        self._graph = graph
-        size = len(points)
-        self._rectangles = np.zeros((len(_SUMS), size + 1, size + 1), dtype=np.int64)
-        self._places = _places(graph)
-        self._add_ops()
-        self._add_weights(optimizer_states(optimizer, momentum))
-        self._add_activations()
-        self._add_boundaries()
-        sums = self._rectangles.cumsum(axis=1).cumsum(axis=2)[:, :size, :size]
+        things, size = _things(graph, optimizer_states(optimizer, momentum)), len(points)
+        a0, a1, b0, b1 = np.searchsorted(np.asarray(points), things.bounds, side="right")
+        planes = np.zeros((len(_SUMS), size + 1, size + 1), dtype=np.int64)
+        for a, b, sign in ((a0, b0, 1), (a0, b1, -1), (a1, b0, -1), (a1, b1, 1)):
+            np.add.at(planes, (things.quantities, a, b), sign * things.amounts)
+        sums = planes.cumsum(axis=1).cumsum(axis=2)[:, :size, :size]
         self._sums = {name: sums[i] for i, name in enumerate(_SUMS)}
-        self._sums["transient_bytes"] = self._transient()
+        transient = np.zeros((size, size), dtype=np.int64)
+        segments = np.array([things.largest[a:b].max() for a, b in pairwise(points)], np.int64)
+        for i in range(size - 1):
+            transient[i, i + 1 :] = np.maximum.accumulate(segments[i:])
+        self._sums["transient_bytes"] = transient
 
     def __getitem__(self, quantity: str) -> NDArray[np.int64]:
         """A `StageCost` field for all stages: element (i, j) is of `[points[i], points[j])`, i < j."""
@@ -113,16 +115,41 @@ class CostTable:
         """The cost of the stage `[points[i], points[j])`."""
         return StageCost(**{name: int(values[i, j]) for name, values in self._sums.items()})
 
+
+@dataclass(frozen=True, slots=True)
+class _Things:
+    """Rectangles of stages `[a, b)`, a column each, and what they add to which quantity of `_SUMS`.
+
+    The rows of `bounds` are x, y, z and w in `x < a <= y` and `z < b <= w`. `largest`: twice the largest tensor that
+    the op at a place makes or reads, for the tensor and its gradient in the making.
+    """
+
+    bounds: NDArray[np.int64]
+    quantities: NDArray[np.int64]
+    amounts: NDArray[np.int64]
+    largest: NDArray[np.int64]
+
+
+@lru_cache(maxsize=4)
+def _things(graph: OpGraph, states: int) -> _Things:
+    found = _Finder(graph, states)
+    columns = np.array(found.rectangles, dtype=np.int64).reshape(-1, 6).T
+    return _Things(columns[:4], columns[4], columns[5], found.largest())
+
+
+class _Finder:
+    def __init__(self, graph: OpGraph, states: int) -> None:
+        self._graph = graph
+        self._places = _places(graph)
+        self.rectangles: list[tuple[int, ...]] = []
+        self._add_ops()
+        self._add_weights(states)
+        self._add_activations()
+        self._add_boundaries()
+
     def _rectangle(self, first: tuple[int, int], end: tuple[int, int], add: _Add) -> None:
         """Adds to all stages `[a, b)` with `first[0] < a <= first[1]` and `end[0] < b <= end[1]`."""
-        a0, a1 = (bisect_right(self.points, bound) for bound in first)
-        b0, b1 = (bisect_right(self.points, bound) for bound in end)
-        for name, amount in add.items():
-            plane = self._rectangles[_SUMS.index(name)]
-            plane[a0, b0] += amount
-            plane[a0, b1] -= amount
-            plane[a1, b0] -= amount
-            plane[a1, b1] += amount
+        self.rectangles += [(*first, *end, _SUMS.index(name), amount) for name, amount in add.items() if amount]
 
     def _once(self, places: Iterable[int], add: _Add, after: int = -1, until: int | None = None) -> None:
         """Adds to every stage between `after` and `until` that holds one of `places`, once."""
@@ -182,20 +209,15 @@ class CostTable:
             }
             self._rectangle((-1, made), (made, waits[-1]), sent)
 
-    def _transient(self) -> NDArray[np.int64]:
-        """Twice the largest tensor an op makes or reads, for the tensor and its gradient in the making."""
-        graph, points = self._graph, self.points
+    def largest(self) -> NDArray[np.int64]:
+        graph = self._graph
         largest = np.zeros(len(graph.ops) + 1, dtype=np.int64)
         for op in graph.ops:
             specs = [spec for n in (op.name, *op_refs(op)) if (spec := spec_of(graph, n)) is not None]
             nbytes = 2 * max((spec.packed.nbytes for spec in specs), default=0)
             for place in self._places.of(op.name):
                 largest[place] = max(largest[place], nbytes)
-        table = np.zeros((len(points), len(points)), dtype=np.int64)
-        segments = np.array([largest[a:b].max() for a, b in pairwise(points)], np.int64)
-        for i in range(len(points) - 1):
-            table[i, i + 1 :] = np.maximum.accumulate(segments[i:])
-        return table
+        return largest
 
 
 @dataclass(frozen=True, slots=True)

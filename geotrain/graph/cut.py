@@ -14,6 +14,7 @@ the first stage that reads one owns it, sends it to the others once a step, and 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from ..errors import PlanError
@@ -67,6 +68,11 @@ class _Facts:
         return frozenset(chosen)
 
 
+@lru_cache(maxsize=4)
+def _facts(graph: OpGraph) -> _Facts:
+    return _Facts(graph)
+
+
 def candidate_cuts(graph: OpGraph) -> list[Cut]:
     """The narrow places: where fewer bytes cross than just before and after, in op order. In a chain of blocks these
     are the block borders (and the borders of their halves)."""
@@ -88,7 +94,7 @@ def candidate_cuts(graph: OpGraph) -> list[Cut]:
 
 def boundary_bytes(graph: OpGraph) -> list[Cut]:
     """Every place to cut, with the bytes that cross it."""
-    facts = _Facts(graph)
+    facts = _facts(graph)
     last_use: dict[str, int] = {}
     for i, op in enumerate(graph.ops):
         if op.name not in facts.recomputed:
@@ -125,7 +131,7 @@ def allowed_cuts(graph: OpGraph, cuts: Sequence[Cut]) -> list[Cut]:
 
 def recomputed(graph: OpGraph) -> frozenset[str]:
     """Results that each stage that reads them computes for itself: they belong to no place in the graph."""
-    return _Facts(graph).recomputed
+    return _facts(graph).recomputed
 
 
 def cut(graph: OpGraph, points: Iterable[int]) -> list[StageGraph]:
@@ -147,7 +153,7 @@ def cut(graph: OpGraph, points: Iterable[int]) -> list[StageGraph]:
 class _Cutter:
     def __init__(self, graph: OpGraph, bounds: Sequence[int]) -> None:
         self.graph = graph
-        self.facts = _Facts(graph)
+        self.facts = _facts(graph)
         self.bounds = bounds
         self.count = len(bounds) - 1
         self.home = self._homes()

@@ -12,6 +12,7 @@ are bounded one by one, so that decoding needs little more memory than the bytes
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -81,6 +82,7 @@ def constant_tensor(constant: Constant, device: torch.device) -> torch.Tensor:
     return flat.view(to_dtype(constant.spec.dtype)).reshape(constant.spec.shape).to(device)
 
 
+@lru_cache(maxsize=4)
 def graph_hash(graph: OpGraph) -> str:
     """Names a graph: 32 hex digits of the SHA-256 of its bytes."""
     return hashlib.sha256(to_bytes(graph)).hexdigest()[:32]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -43,7 +44,8 @@ FEW_BORDERS = 24
 """So few places to cut are all tried; of more, those that are wide between narrow ones are left out."""
 
 
-def borders(graph: OpGraph, wanted: int, most: int = MOST_BORDERS) -> list[Cut]:
+@lru_cache(maxsize=8)
+def borders(graph: OpGraph, wanted: int, most: int = MOST_BORDERS) -> tuple[Cut, ...]:
     """Where stages may begin and end, from the graph's start to its end: the narrow places, or all places where there
     are not twice as many pieces as stages, too few to balance."""
     cuts = allowed_cuts(graph, candidate_cuts(graph))
@@ -56,7 +58,7 @@ def borders(graph: OpGraph, wanted: int, most: int = MOST_BORDERS) -> list[Cut]:
     if len(cuts) > most:
         ends = [len(cuts) * i // most for i in range(most + 1)]
         cuts = [min(cuts[a:b], key=lambda cut: cut.boundary_bytes) for a, b in pairwise(ends)]
-    return [Cut(0, 0, 0, ""), *cuts, Cut(len(graph.ops), 0, 0, "")]
+    return Cut(0, 0, 0, ""), *cuts, Cut(len(graph.ops), 0, 0, "")
 
 
 def instance(
@@ -158,7 +160,8 @@ Sent = tuple[str, int, list[int]]
 """A value that may be sent: its name, the op that makes it, the later ops that read it."""
 
 
-def _crossing(graph: OpGraph) -> list[Sent]:
+@lru_cache(maxsize=4)
+def _crossing(graph: OpGraph) -> Sequence[Sent]:
     nowhere = recomputed(graph)
     readers: dict[str, list[int]] = {}
     for i, op in enumerate(graph.ops):
