@@ -4,22 +4,21 @@ With m_r microbatches of M for pipeline r, and gradients (or weights) exchanged 
 
     max over r of [ (m_r - 1) T_r + fill_r ]  +  sync / H
 
-Peers that hold the same piece of the model exchange it all to all, each its part of R: a peer needs, for every other
-holder, two messages of 1/R of the bytes and their latencies; the slowest peer decides (Yuan et al. 2022,
-arXiv:2206.01288, eq. 1).
+Peers that hold the same piece of the model exchange it as `exchange` has it; the slowest peer decides.
 
 The search is over grids, R pipelines of K stages with common cuts (the *aligned* form: a stage's replicas can then be
 near each other), by exchanging peers, all of a random batch scored at once. At last each pipeline of the best grids may
 have cuts of its own and leave peers out.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from .baselines import best_cuts, shortest, tour
+from .exchange import Exchange
 from .price import Price, price
 from .problem import Floats, Ints, Problem
 
@@ -66,8 +65,8 @@ def replicas(
     Returns:
         None where the model fits onto no such set of peers.
     """
-    row = tour(problem)
-    grids = [_Grid(problem, sync_bytes, every, r, k, row) for r, k in _shapes(problem, most)]
+    row, exchange = tour(problem), Exchange(problem)
+    grids = [_Grid(problem, sync_bytes, every, exchange, r, k, row) for r, k in _shapes(problem, most)]
     rng = np.random.default_rng(seed)
     starts = [(n, s, float(grid.seconds(s[None])[0])) for n, grid in enumerate(grids) for s in grid.starts()]
     each = [min((start for start in starts if start[0] == n), key=lambda start: start[2]) for n in range(len(grids))]
@@ -80,7 +79,7 @@ def replicas(
         better, value = grid.improve(peers, rng, 10 * rounds)
         if np.isfinite(value):
             ways = grid.ways(better)
-            found += [priced(problem, sync_bytes, every, ways), *_own_cuts(problem, sync_bytes, every, ways)]
+            found += [priced(problem, sync_bytes, every, x, exchange) for x in (ways, _own_cuts(problem, ways)) if x]
     fitting = [f for f in found if np.isfinite(f.step_seconds)]
     return min(fitting, key=lambda f: f.step_seconds, default=None)
 
@@ -89,7 +88,7 @@ Ways = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(peers in order, borders between them) of each pipeline."""
 
 
-def priced(problem: Problem, sync_bytes: Floats, every: int, ways: Ways) -> Replicas:
+def priced(problem: Problem, sync_bytes: Floats, every: int, ways: Ways, exchange: Exchange | None = None) -> Replicas:
     """What given pipelines take, with the best shares: all finish together, as far as whole microbatches allow."""
     first = [price(problem, order, cuts) for order, cuts in ways]
     periods, fills = (np.array([getattr(p, name) for p in first]) for name in ("period_seconds", "fill_seconds"))
@@ -99,37 +98,26 @@ def priced(problem: Problem, sync_bytes: Floats, every: int, ways: Ways) -> Repl
         if share:
             one = price(replace(problem, microbatches=int(share)), order, cuts)
             pipelines.append(Pipeline(tuple(order), tuple(cuts), int(share), one))
-    sync_s = sync_seconds(problem, sync_bytes, [(p.order, p.cuts) for p in pipelines])
+    sync_s = sync_seconds(exchange or Exchange(problem), sync_bytes, [(p.order, p.cuts) for p in pipelines])
     slowest = max((p.price.step_seconds for p in pipelines), default=np.inf)
     aligned = len({p.cuts for p in pipelines}) == 1
     return Replicas(tuple(pipelines), slowest + sync_s / every, sync_s, aligned)
 
 
-def sync_seconds(problem: Problem, sync_bytes: Floats, ways: Ways) -> float:
+def sync_seconds(exchange: Exchange, sync_bytes: Floats, ways: Ways) -> float:
     """One exchange between all holders of the same pieces."""
-    count = len(ways)
-    if count < 2:
+    if len(ways) < 2:
         return 0.0
-    seconds: dict[int, float] = {}
-    for a, (order, cuts) in enumerate(ways):
-        bounds = [0, *cuts, problem.borders - 1]
-        for peer, (first, end) in zip(order, pairwise(bounds), strict=True):
-            for b, (others, their_cuts) in enumerate(ways):
-                if a == b:
-                    continue
-                for other, (start, stop) in zip(others, pairwise([0, *their_cuts, problem.borders - 1]), strict=True):
-                    nbytes = sync_bytes[min(end, stop)] - sync_bytes[max(first, start)]
-                    if min(end, stop) > max(first, start):
-                        rate = float(problem.network.rates(peer, other))
-                        latency = float(problem.network.latencies(peer, other))
-                        seconds[peer] = seconds.get(peer, 0.0) + 2 * (latency + float(nbytes) / (count * rate))
-    return max(seconds.values(), default=0.0)
+    last = len(sync_bytes) - 1
+    borders = sorted({0, last}.union(*(cuts for _, cuts in ways)))
+    holders = np.array([[order[bisect_right(cuts, piece)] for order, cuts in ways] for piece in borders[:-1]])
+    return exchange.total_seconds(np.diff(sync_bytes[borders]), holders)
 
 
 def _shapes(problem: Problem, most: int | None) -> list[tuple[int, int]]:
     """(pipelines, stages): from one peer to all of them."""
     limit = min(problem.size, problem.microbatches, most or problem.size)
-    counts = {r for r in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, limit) if r <= limit}
+    counts = {r for r in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, limit) if r <= limit}
     depths = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48}
     return sorted(
         (r, k)
@@ -139,11 +127,11 @@ def _shapes(problem: Problem, most: int | None) -> list[tuple[int, int]]:
     )
 
 
-def _own_cuts(problem: Problem, sync_bytes: Floats, every: int, ways: Ways) -> list[Replicas]:
+def _own_cuts(problem: Problem, ways: Ways) -> Ways | None:
     """The same pipelines, each with the cuts that are best for itself alone."""
     share = replace(problem, microbatches=max(1, problem.microbatches // len(ways)))
     own = [best_cuts(share, order) for order, _ in ways]
-    return [priced(problem, sync_bytes, every, [way for way in own if way is not None])] if all(own) else []
+    return [way for way in own if way is not None] if all(own) else None
 
 
 def _shares(periods: Floats, fills: Floats, microbatches: int) -> Ints:
@@ -171,9 +159,10 @@ class _Grid:
     pipeline; the others are left out."""
 
     def __init__(
-        self, problem: Problem, sync_bytes: Floats, every: int, count: int, stages: int, row: Sequence[int]
-    ) -> None:
-        self._row = row
+        self, problem: Problem, sync_bytes: Floats, every: int, exchange: Exchange, count: int, stages: int,
+        row: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._row, self._exchange = row, exchange
         self.problem, self.sync_bytes, self.every = problem, sync_bytes, every
         self.count, self.stages = count, stages
         ids = np.arange(problem.size)
@@ -249,7 +238,10 @@ class _Grid:
         periods = np.maximum(compute.max(axis=2), longest)
         fills = compute.sum(axis=2) + (ahead + back + self.latency[src, dst] + self.latency[dst, src]).sum(axis=2)
         slowest = _together(periods, fills, problem.microbatches)
-        return np.where(fits, slowest + self._sync(grid, bounds) / self.every, np.inf)
+        if self.count > 1:
+            pieces = np.diff(self.sync_bytes[bounds], axis=1)
+            slowest = slowest + self._exchange.seconds(pieces, grid.transpose(0, 2, 1)) / self.every
+        return np.where(fits, slowest, np.inf)
 
     def _bounds(self, grid: Ints) -> Ints:
         """(C, K + 1): each stage as much of the model as its peers have of the speed, at least one piece."""
@@ -262,14 +254,6 @@ class _Grid:
         steps = np.arange(stages + 1)
         bounds = np.maximum.accumulate(bounds - steps, axis=1) + steps
         return np.minimum(bounds, pieces - (stages - steps))
-
-    def _sync(self, grid: Ints, bounds: Ints) -> Floats:
-        if self.count < 2:
-            return np.zeros(len(grid))
-        nbytes = np.diff(self.sync_bytes[bounds], axis=1)  # (C, K)
-        a, b = grid[:, :, None, :], grid[:, None, :, :]
-        each = self.latency[a, b] + nbytes[:, None, None, :] / (self.count * self.rate[a, b])
-        return 2 * each.sum(axis=2).max(axis=(1, 2))
 
     def ways(self, peers: Ints) -> list[tuple[list[int], list[int]]]:
         grid = peers[: self.count * self.stages].reshape(1, self.count, self.stages)

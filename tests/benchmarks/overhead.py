@@ -3,8 +3,9 @@
 All have one torch thread a process. On N cores a perfect split over K peers takes the plain loop's seconds divided by
 the smaller of the two; what is above that is the pipeline's own fill and drain, waiting, and the CPU time that frames,
 checks and reports cost. CPU seconds are those of all peers and the coordinator, from one committed step to a later one.
-What processes that take turns on shared cores cost without geotrain is seen where plain loops, each of as much as a
-peer has, run at the same time.
+Work on several cores takes more CPU seconds than on one, whoever does it. That is seen in one process with as many
+torch threads as there are cores, as torch begins one; and where plain loops, each of as much as a peer has, run at the
+same time.
 """
 
 import asyncio
@@ -32,6 +33,8 @@ from .tables import Table, alternate, ratio
 
 VOCAB = 512
 PEERS = (1, 2, 4)
+CORES = os.cpu_count() or 1
+THREADED = "plain loop, a thread a core"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -65,9 +68,11 @@ def plain(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig) ->
     return Cost(*(statistics.median(values) for values in zip(*costs[1:], strict=True)))
 
 
-def plain_beside(net: torch.nn.Module, data: BatchSource, train: config.TrainConfig, loops: int) -> Cost:
-    """A step of one of so many plain loops at the same time, a process each."""
-    with ProcessPoolExecutor(loops, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+def plain_beside(
+    net: torch.nn.Module, data: BatchSource, train: config.TrainConfig, loops: int, threads: int = 1
+) -> Cost:
+    """A step of one of so many plain loops at the same time, a process of so many torch threads each."""
+    with ProcessPoolExecutor(loops, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
         costs = [one.result() for one in [pool.submit(plain, net, data, train) for _ in range(loops)]]
     return Cost(*(statistics.fmean(values) for values in zip(*costs, strict=True)))
 
@@ -124,6 +129,7 @@ def benchmark(short: bool) -> list[Table]:
             return lambda: split(graph, data, train, peers, Path(folder) / "weights")
 
         runs = {"plain loop": lambda: plain(net, data, train)}
+        runs |= {THREADED: lambda: plain_beside(net, data, train, 1, CORES)}
         runs |= {f"{peers} peer{'s' * (peers > 1)}": on(peers) for peers in PEERS}
         runs |= {f"{n} beside": lambda n=n: plain_beside(quarter, data, train, n) for n in (1, 4)}
         costs = alternate(rounds, runs)
@@ -136,26 +142,24 @@ def _gpt(layers: int) -> torch.nn.Module:
 
 
 def _table(costs: Mapping[str, list[Cost]], microbatches: int, layers: int) -> Table:
-    cores = os.cpu_count() or 1
-
     def cpu(name: str, base: str) -> float:
         return ratio([c.cpu_s for c in costs[name]], [c.cpu_s for c in costs[base]])
 
     rows, ratios = [], {}
-    for name, peers in zip(list(costs)[: 1 + len(PEERS)], (1, *PEERS), strict=True):
-        perfect = [cost.seconds / min(peers, cores) for cost in costs["plain loop"]]
-        given = costs[name]
+    for name, workers in zip(list(costs)[: 2 + len(PEERS)], (1, CORES, *PEERS), strict=True):
+        perfect = [cost.seconds / min(workers, CORES) for cost in costs["plain loop"]]
+        given, stages = costs[name], 1 if name.startswith("plain") else workers
         rows.append((
             name, statistics.median(c.seconds for c in given), ratio([c.seconds for c in given], perfect),
-            (microbatches + peers - 1) / microbatches, statistics.median(c.cpu_s for c in given),
-            cpu(name, "plain loop"),
+            (microbatches + stages - 1) / microbatches, statistics.median(c.cpu_s for c in given),
+            cpu(name, "plain loop"), cpu(name, THREADED),
         ))  # fmt: skip
-        if name != "plain loop":
+        if not name.startswith("plain"):
             ratios[f"CPU seconds of {name} over the plain loop's"] = cpu(name, "plain loop")
     note = (
         f"4 plain loops of {layers // 4} blocks each, at the same time and without geotrain, take "
         f"{cpu('4 beside', '1 beside'):.3f} times the CPU seconds that each takes alone"
     )
-    columns = ("run", "step s", "over a perfect split", "of which fill and drain", "CPU s", "CPU over plain")
-    title = f"a step of {microbatches} microbatches of 4, GPT of {layers} blocks, loopback, {cores} cores"
+    columns = ("run", "step s", "over a perfect split", "fill and drain", "CPU s", "CPU over plain", "over threaded")
+    title = f"a step of {microbatches} microbatches of 4, GPT of {layers} blocks, loopback, {CORES} cores"
     return Table(title, columns, rows, [note], ratios)

@@ -2,15 +2,16 @@
 
     python -m tests.benchmarks --only quality [--short]
 
-A GPT over bytes, 4 layers of 192 channels in 4 stages (3 cuts), 128 places, AdamW 4e-3 with a linear decay, on the
+A GPT over bytes, 4 layers of 192 channels in 4 stages (3 cuts), 128 places, AdamW 1e-3 with a linear decay, on the
 embedded text; a sixteenth of it, spread evenly, is held out. Runs of a seed see the same tokens in the same order.
 Every message is encoded and decoded as on a link, in one process, so bytes are exact; codecs do not touch the
 evaluation.
 
-Training is chaotic: weights that differ in their last bit end at losses that differ by a percent, on the training text
+Training is chaotic: weights that differ in their last bit end at losses that differ, the more the higher the rate is
+(after 400 steps by 0.1 % at 1e-3, 0.6 % at 2e-3 and 2 % at 4e-3, where the loss is higher, too), on the training text
 as on the held-out one, so more text to evaluate on would not help. Hence each seed is run twice without loss, the
 second time nudged so; a run is compared with the mean of the two, and a pair's mean over the seeds has the standard
-error of what is left between seeds, pooled over all pairs.
+error of what is left between seeds, pooled over all pairs that do not diverge.
 """
 
 import math
@@ -36,6 +37,9 @@ PAIRS = (
 )  # fmt: skip
 """Codecs of activations and of their gradients."""
 NUDGE = 1e-6
+DIVERGED = 50.0
+"""A loss increase, in percent, that tells nothing of chance any more."""
+
 _PART, _HELD_OUT, _BATCH, _PLACES = 516, 16, 8, 128
 _MODEL = GptModel(layers=4, hidden=192, heads=6, context=_PLACES)
 
@@ -58,7 +62,7 @@ class Learner:
     """The model, its optimizer and its data."""
 
     def __init__(
-        self, seed: int, order: int, steps: int, nudge: float = 0.0, model: GptModel = _MODEL, lr: float = 4e-3
+        self, seed: int, order: int, steps: int, nudge: float = 0.0, model: GptModel = _MODEL, lr: float = 1e-3
     ) -> None:
         """The weights begin larger by the fraction `nudge`."""
         self.tokens, self._held_out = _text()
@@ -129,8 +133,9 @@ def table(results: Mapping[tuple[str, str], list[Result]], exact: Sequence[Seque
         pair: [100 * (run.loss / loss - 1) for run, loss in zip(runs, whole, strict=True)]
         for pair, runs in results.items()
     }
-    rest = [i - statistics.mean(found) for found in increases.values() for i in found]
-    freedom = len(rest) - len(increases)
+    trained = [found for found in increases.values() if max(found) < DIVERGED]
+    rest = [i - statistics.mean(found) for found in trained for i in found]
+    freedom = len(rest) - len(trained)
     notes = ["lossless, twice each seed: " + ", ".join(f"{run.loss:.4f}" for runs in exact for run in runs)]
     if freedom:
         error = math.sqrt(sum(r * r for r in rest) / freedom / len(whole))

@@ -3,6 +3,7 @@
 import statistics
 import time
 
+from geotrain.planner.exchange import Exchange
 from geotrain.planner.replicas import priced, replicas
 
 from . import dtfm
@@ -21,7 +22,9 @@ def benchmark(short: bool) -> list[Table]:
             problem, sync_bytes = dtfm.world(seed, speeds)
             ways = dtfm.Scheduler(problem, offspring=offspring).plan(seed)
             for every in theirs:
-                theirs[every].append(priced(problem, sync_bytes, every, ways).step_seconds)
+                theirs[every].append(
+                    priced(problem, sync_bytes, every, ways, Exchange(problem, grouped=False)).step_seconds
+                )
                 start = time.process_time()
                 plan = replicas(problem, sync_bytes, every, seed=seed)
                 seconds.append(time.process_time() - start)

@@ -4,8 +4,11 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from geotrain.planner.baselines import baselines, best_cuts, equal, fence, proportional, shortest, tour
+from geotrain.planner.exchange import Exchange, messages
 from geotrain.planner.price import price
 from geotrain.planner.problem import Network, Problem
 from geotrain.planner.replicas import priced, replicas, sync_seconds
@@ -80,10 +83,10 @@ def test_simpler_plans_use_every_peer_and_exact_cuts_are_best():
 def test_an_exchange_is_what_the_formula_says():
     problem = world([1, 1, 1, 1], np.where(np.eye(4), np.inf, [[1e6], [2e6], [4e6], [8e6]]))
     sync_bytes = np.arange(7) * 1e6
-    seconds = sync_seconds(problem, sync_bytes, [([0, 1], [3]), ([2, 3], [3])])
+    seconds = sync_seconds(Exchange(problem), sync_bytes, [([0, 1], [3]), ([2, 3], [3])])
     assert seconds == pytest.approx(2 * (0.01 + 3e6 / (2 * 1e6)))  # peer 0 is the slowest to send its half
-    assert sync_seconds(problem, sync_bytes, [([0], [])]) == 0
-    apart = sync_seconds(problem, sync_bytes, [([0, 1], [3]), ([2, 3], [1])])
+    assert sync_seconds(Exchange(problem), sync_bytes, [([0], [])]) == 0
+    apart = sync_seconds(Exchange(problem), sync_bytes, [([0, 1], [3]), ([2, 3], [1])])
     assert apart == pytest.approx(2 * (0.01 + 1e6 / 2e6) + 2 * (0.01 + 2e6 / 2e6))  # it shares pieces with both
 
 
@@ -106,3 +109,39 @@ def test_replicas_are_near_each_other_where_they_talk_often():
         assert len({peer % 2 for peer in stage}) == 1
     seldom = replicas(problem, sync_bytes, every=10_000)
     assert seldom is not None and seldom.step_seconds < often.step_seconds
+
+
+@given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=9))
+def test_in_an_exchange_every_part_meets_its_like(labels):
+    """A member of a group of s sends each other one its s-th; of its own s-th, each other group gets a G-th."""
+    within, between = messages(np.array(labels))
+    sizes, groups = np.array([labels.count(label) for label in labels]), len(set(labels))
+    assert within.sum(axis=1) == pytest.approx((sizes - 1) / sizes)
+    for label in set(labels):
+        others = np.array(labels) == label
+        expected = np.where(others, 0.0, 1 / sizes / groups)
+        assert between[:, others].sum(axis=1) == pytest.approx(expected)
+    alone, all_to_all = messages(np.arange(len(labels)))
+    assert not alone.any() and all_to_all == pytest.approx((1 - np.eye(len(labels))) / len(labels))
+
+
+def test_only_sums_leave_a_house_where_that_is_faster():
+    problem, nbytes = world([1] * 6, houses(3, 3), pieces=6), np.array([9e6])
+    holders = np.arange(6)[None]
+    flat, grouped = (Exchange(problem, grouped=grouped).total_seconds(nbytes, holders) for grouped in (False, True))
+    near, far = (problem.network.rates(0, other) for other in (2, 1))
+    assert flat == pytest.approx(2 * (5 * 0.01 + 2 * 1.5e6 / near + 3 * 1.5e6 / far))
+    assert grouped == pytest.approx(2 * (2 * 0.01 + 2 * 3e6 / near) + 2 * (0.01 + 1.5e6 / far))
+    assert grouped < flat
+
+
+@given(seed=st.integers(0, 1000), count=st.integers(2, 4), stages=st.integers(1, 3))
+def test_an_exchange_costs_the_same_one_by_one_and_by_the_batch(seed, count, stages):
+    random = np.random.default_rng(seed)
+    size = count * stages
+    problem = world([1] * size, np.exp(random.uniform(10, 20, (size, size))))
+    grid, nbytes = random.permutation(size).reshape(stages, count), random.uniform(1e5, 1e7, stages)
+    exchange = Exchange(problem)
+    one, batch = exchange.total_seconds(nbytes, grid), exchange.seconds(nbytes[None], grid[None])
+    assert batch == pytest.approx([one])
+    assert one <= Exchange(problem, grouped=False).total_seconds(nbytes, grid) * (1 + 1e-9)
