@@ -32,7 +32,7 @@ def main() -> NoReturn:
         _say_error(str(error))
         sys.exit(2)
     except ClickException as error:
-        _say_error(f"{error.format_message()}; see geotrain --help")
+        _say_error(f"{error.format_message().rstrip('.') or 'a command is missing'}; see geotrain --help")
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         _say_error("interrupted")

@@ -16,6 +16,7 @@ from .local import read_topology
 from .results import Result
 from .runfolder import JOB
 from .runner import Runner
+from .words import number_of
 
 
 def coordinate(
@@ -79,8 +80,10 @@ def _invite(runner: Runner, work: Work, ticket: Ticket) -> None:
     """Tells how to join."""
     for note in work.notes:
         runner.print(note)
-    runner.print(f"{work.job.pipeline.peers} peers are needed. On each of the machines, paste:\n")
+    wanted = number_of("peer", work.job.pipeline.peers)
+    runner.print(f"{wanted} {'is' if work.job.pipeline.peers == 1 else 'are'} needed. On each machine, paste:\n")
     runner.print(f"geotrain join {ticket}\n")
+    runner.say(f"0 of {wanted} have joined")
 
 
 def _addresses(host: str, port: int) -> list[str]:

@@ -558,7 +558,7 @@ class Coordinator:
         self._emit(
             events.Planned(
                 plan, ops, layout.blocks, self.graph.num_parameters, reason, timeline.step_seconds, timeline.why,
-                timeline.loads, question.peers, question.links,
+                timeline.loads, question.peers_by_flops(), question.links,
             )
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ class Planned:
     `blocks.0-blocks.2`; `parameters`: how many the model has; `reason`: why the plan before it was given up while
     the run went on (empty for a plan that starts from weights on disk, or fresh). The simulator's word of a step:
     `predicted_s` seconds, what it waits for most (`bottleneck`, in words), and what crosses which link (`loads`).
-    `peers` and `links` as they were measured, whether the plan uses them or not."""
+    `peers` and `links` as they were measured (speeds in FLOP/s of this model), whether the plan uses them or not."""
 
     plan: Plan
     stage_ops: tuple[int, ...]

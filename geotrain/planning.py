@@ -35,7 +35,7 @@ from .specs import open_spec
 from .status import read
 from .topology import Topology
 from .whatif import what_if
-from .words import duration, size
+from .words import duration, number_of, size
 from .workload import workload
 
 _WIDTH = 64
@@ -91,6 +91,10 @@ def main(
     """Answers on standard output; returns the exit code. Raises `UserError`."""
     question = ask(job, run, graph, topology)
     given = read_plan(check) if check is not None else None
+    changed = question
+    for phrase in changes:
+        peers, links = what_if(phrase, changed.peers, changed.links)
+        changed = replace(changed, peers=peers, links=links)
     answer = answered(question, given)
     console = Console(width=None if _is_terminal() else 120, highlight=False)
     if as_json:
@@ -104,10 +108,6 @@ def main(
         if sync_every:
             _pipelines(console, question, sync_every)
     if changes:
-        changed = replace(question)
-        for phrase in changes:
-            peers, links = what_if(phrase, changed.peers, changed.links)
-            changed = replace(changed, peers=peers, links=links)
         other = answered(changed, given)
         if as_json:
             console.print_json(json.dumps(facts(changed, other)))
@@ -131,7 +131,10 @@ def ask(job: Path | None, run: Path | None, graph: str | None, topology: Path | 
     if (job is not None) and graph is not None:
         raise UserError("give a job or --graph, not both")
     if (topology is None) == (run is None):
-        raise UserError("say who is there: --topology FILE, or the folder of a run that measured its peers")
+        raise UserError(
+            "say what to plan (a job file or --graph) and who is there (--topology FILE), or give the folder of a run "
+            "that measured its peers"
+        )
     if graph is not None:
         config, captured = open_spec(graph)
     elif job is not None:
@@ -333,9 +336,9 @@ def _pipelines(console: Console, question: Question, every: int) -> None:
         console.print("no set of pipelines fits onto these peers")
         return
     console.print(
-        f"with an exchange every {every} steps, nothing compressed, {len(best.pipelines)} pipelines would take "
-        f"{duration(best.step_seconds)} a step, and {duration(best.sync_seconds)} an exchange (priced only: a run has "
-        "one pipeline)"
+        f"with an exchange every {every} steps, nothing compressed, {number_of('pipeline', len(best.pipelines))} would "
+        f"take {duration(best.step_seconds)} a step, and {duration(best.sync_seconds)} an exchange (priced only: a run "
+        "has one pipeline)"
     )
     for pipeline in best.pipelines:
         names = ", ".join(made.problem.names[peer] for peer in pipeline.order)

@@ -60,6 +60,16 @@ class Question:
     backward: tuple[Rung, ...]
     doubtful: frozenset[Pair]
 
+    def peers_by_flops(self) -> tuple[Peer, ...]:
+        """The peers, as fast as one has to take them to be who knows the model's FLOPs but not the blocks' times."""
+        whole, flops = (0, len(self.costs.graph.ops)), CostModel(self.costs.graph)
+        return tuple(
+            replace(peer, flops_per_s=peer.flops_per_s * sum(flops.seconds(peer, *whole)) / sum(
+                self.costs.seconds(peer, *whole)
+            ))
+            for peer in self.peers
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Found:

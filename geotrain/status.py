@@ -57,8 +57,10 @@ def read(run: Path) -> Record:
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("\n")]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no record of a run: {error}; give the folder that a run printed") from None
+    except OSError as error:
+        raise UserError(f"{run}: no record of a run: {error.strerror}; give the folder that a run printed") from None
+    except ValueError as error:
+        raise UserError(f"{path}: this is no record of a run: {error}; give the folder that a run printed") from None
     record, book, now = Record(), LinkBook(), 0.0
     links: dict[tuple[str, str], Link] = {}
     for row in rows:

@@ -44,3 +44,8 @@ def count(number: int) -> str:
         if number < limit:
             return f"{number / divisor:.3g}{unit}"
     return f"{number / 10**9:.3g} B"
+
+
+def number_of(what: str, number: int) -> str:
+    """`1 peer`, `2 peers`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -99,7 +99,7 @@ def test_several_pipelines_are_priced(plan):
     assert "with an exchange every 500 steps" in said and "2 pipelines" in said
     assert sum(int(line.split()[0]) for line in said.splitlines() if " microbatches: " in line) == 4
     often = plan("--graph", MODEL, "--sync-every", "1")
-    assert "pipelines would take" in often
+    assert "1 pipeline would" in " ".join(often.split())
 
 
 def test_what_if(plan):
@@ -146,12 +146,12 @@ def test_a_run_is_a_network(plan, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--graph", MODEL], "say who is there"),
+        (["--graph", MODEL], "say what to plan"),
         (["--topology", "net.toml"], "give a job file"),
         (["job.toml", "--graph", MODEL, "--topology", "net.toml"], "not both"),
         (["--graph", MODEL, "--topology", "net.toml", "--what-if", "faster"], "is not understood"),
         (["--graph", MODEL, "--topology", "net.toml", "--check", "none.json"], "cannot read the plan"),
-        (["nowhere"], "say who is there"),
+        (["nowhere"], "say what to plan"),
     ],
 )
 def test_mistakes(plan, words, says):

@@ -9,6 +9,7 @@ from torch import nn
 
 from geotrain import config, events, replan
 from geotrain.base import CodecUse, LinkUse, Peer, StageReport
+from geotrain.blocks import BlockTime, CostModel
 from geotrain.graph import capture
 from geotrain.scheduler import Scheduler
 
@@ -252,3 +253,17 @@ def test_bytes_of_codecs_are_learned_from_what_they_sent_and_those_of_their_like
     loads = run.scheduler.began(run.scheduler.lay_out(question, 1, plan), question, 62.0).loads
     sent = next(load.nbytes for load in loads if load.src == first.peer)
     assert sent == pytest.approx(like.bytes_per_element * ELEMENTS * MICROBATCHES)
+
+
+def test_peers_are_told_as_fast_as_their_blocks_were():
+    """Who plans with the record of a run has no block times, only FLOPs."""
+    run = Run()
+    peer, kind = run.known[0]
+    blocks = run.scheduler.to_measure(peer, kind)
+    times = [BlockTime(0.03, 0.03, 0.02, 0) for _ in blocks]
+    run.scheduler.measured(peer, kind, peer.flops_per_s, times)
+    question, ops = run.scheduler.ask(run.known, 61.0), len(run.graph.ops)
+    for one, told in zip(question.peers, question.peers_by_flops(), strict=True):
+        measured_s = sum(question.costs.seconds(one, 0, ops))
+        assert measured_s > 10 * sum(CostModel(run.graph).seconds(one, 0, ops))
+        assert sum(CostModel(run.graph).seconds(told, 0, ops)) == pytest.approx(measured_s)
