@@ -67,9 +67,11 @@ def run(
     from .config import load_job
     from .here import train_here
     from .jobs import run_folder
+    from .words import number_of
 
     settings = load_job(job)
-    runner, _ = train_here(settings, f"{settings.run.name}: {settings.pipeline.peers} peers on this machine", topology)
+    peers = number_of("peer", settings.pipeline.peers)
+    runner, _ = train_here(settings, f"{settings.run.name}: {peers} on this machine", topology)
     return runner.finish(run_folder(settings), json_path=json)
 
 

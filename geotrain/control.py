@@ -105,15 +105,15 @@ def _gathered(state: State, now_s: float) -> Result:
     """Survey and plan as soon as enough peers are there."""
     if state.phase != "gathering":
         return state, []
-    have = _who_is_here(state)
-    return _survey(state, now_s) if have is None else (state, [_waiting(have)])
-
-
-def _who_is_here(state: State) -> str | None:
-    """In words, while not all are here that the run waits for."""
     missing = state.settings.named - state.members.keys()
     if len(state.members) >= state.settings.peers and not missing:
-        return None
+        return _survey(state, now_s)
+    return state, [_waiting(who_is_here(state))]
+
+
+def who_is_here(state: State) -> str:
+    """In words, of those that the run waits for."""
+    missing = state.settings.named - state.members.keys()
     named = f"; the plan needs {', '.join(sorted(missing))}" if missing else ""
     return f"{len(state.members)} of {state.settings.peers} peers have joined{named}"
 
@@ -433,7 +433,7 @@ def _stop(state: State, now_s: float) -> Result:
 def _tick(state: State, now_s: float) -> Result:
     settings = state.settings
     if state.phase == "gathering" and now_s - state.gathering_s > settings.wait_s:
-        reason = f"after {settings.wait_s:.0f} s {_who_is_here(state)}; give them the ticket or lower pipeline.peers"
+        reason = f"after {settings.wait_s:.0f} s {who_is_here(state)}; give them the ticket or lower pipeline.peers"
         return _finish(state, reason, now_s, failed=True)
     if state.phase == "surveying" and now_s - state.survey_s > settings.survey_s:
         return _propose(replace(state, surveying=frozenset()))

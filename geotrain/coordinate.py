@@ -83,7 +83,6 @@ def _invite(runner: Runner, work: Work, ticket: Ticket) -> None:
     wanted = number_of("peer", work.job.pipeline.peers)
     runner.print(f"{wanted} {'is' if work.job.pipeline.peers == 1 else 'are'} needed. On each machine, paste:\n")
     runner.print(f"geotrain join {ticket}\n")
-    runner.say(f"0 of {wanted} have joined")
 
 
 def _addresses(host: str, port: int) -> list[str]:

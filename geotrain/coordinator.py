@@ -167,6 +167,7 @@ class Coordinator:
             raise
         addresses = self._advertise or (f"{self._listen[0]}:{port}",)
         self.ticket = Ticket(tuple(addresses), run, self._token)
+        self._emit(events.Waiting(control.who_is_here(self._state)))
         return self.ticket
 
     def on_hello(self, session: channel.Session, hello: protocol.Hello) -> None:

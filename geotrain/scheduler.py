@@ -62,13 +62,12 @@ class Question:
 
     def peers_by_flops(self) -> tuple[Peer, ...]:
         """The peers, as fast as one has to take them to be who knows the model's FLOPs but not the blocks' times."""
-        whole, flops = (0, len(self.costs.graph.ops)), CostModel(self.costs.graph)
-        return tuple(
-            replace(peer, flops_per_s=peer.flops_per_s * sum(flops.seconds(peer, *whole)) / sum(
-                self.costs.seconds(peer, *whole)
-            ))
-            for peer in self.peers
-        )  # fmt: skip
+        end, by_flops = len(self.costs.graph.ops), CostModel(self.costs.graph)
+        found: list[Peer] = []
+        for peer in self.peers:
+            ratio = sum(by_flops.seconds(peer, 0, end)) / sum(self.costs.seconds(peer, 0, end))
+            found.append(replace(peer, flops_per_s=peer.flops_per_s * ratio))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,9 @@ class Scheduler:
         if flops_per_s <= 0:
             return  # it was not asked
         found = to_measure(self._graph, peer)
-        if len(times) == len(found):
+        seconds = [s for time in times for s in (time.forward_s, time.input_gradient_s, time.weight_gradient_s)]
+        sound = all(0 <= s < math.inf for s in seconds) and all(time.forward_s > 0 for time in times)
+        if len(times) == len(found) and sound:
             by_signature = {block.signature: time for block, time in zip(found, times, strict=True)}
             self._profiles[kind] = Profile(flops_per_s, by_signature)
 

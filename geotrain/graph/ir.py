@@ -130,10 +130,6 @@ class OpGraph:
 
     def __hash__(self) -> int:
         """What follows from a graph is kept by it: equal graphs have equal loss, sizes and ops' names."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
         return hash((self.inputs, self.loss, len(self.parameters), *(op.name for op in self.ops)))
 
     @cached_property

@@ -79,13 +79,18 @@ def messages(labels: Ints) -> tuple[Floats, Floats]:
 
 
 class Exchange:
-    """Prices exchanges between the peers of a problem: all to all, or `grouped` where that is faster."""
+    """Prices exchanges between the peers of a problem: all to all, or `grouped` where that is faster.
+
+    `rate` and `latency` are (N, N), in bytes/s and seconds; from a peer to itself nothing takes time.
+    """
 
     def __init__(self, problem: Problem, *, grouped: bool = True) -> None:
         ids = np.arange(problem.size)
-        self._rate = problem.network.rates(ids[:, None], ids)
-        self._latency = problem.network.latencies(ids[:, None], ids)
-        self._groupings = groupings(self._rate) if grouped else [ids]
+        self.rate = problem.network.rates(ids[:, None], ids)
+        self.latency = problem.network.latencies(ids[:, None], ids)
+        np.fill_diagonal(self.rate, np.inf)
+        np.fill_diagonal(self.latency, 0.0)
+        self._groupings = groupings(self.rate) if grouped else [ids]
 
     def seconds(self, nbytes: Floats, holders: Ints) -> Floats:
         """(C,): one exchange of each candidate, in the best way, where a peer holds one piece.
@@ -95,7 +100,7 @@ class Exchange:
             holders: (C, K, R) peers.
         """
         src, dst = holders[..., :, None], holders[..., None, :]
-        each_s, byte_s = self._latency[src, dst], nbytes[..., None, None] / self._rate[src, dst]
+        each_s, byte_s = self.latency[src, dst], nbytes[..., None, None] / self.rate[src, dst]
         best = np.full(len(holders), np.inf)
         for labels in self._groupings:
             levels = messages(labels[holders])
@@ -114,9 +119,9 @@ class Exchange:
         for labels in self._groupings:
             seconds = 0.0
             for part in messages(labels[holders]):
-                sent = np.zeros_like(self._rate)
+                sent = np.zeros_like(self.rate)
                 np.add.at(sent, (holders[:, :, None], holders[:, None, :]), nbytes[:, None, None] * part)
-                sent_s = np.where(sent > 0, self._latency + sent / self._rate, 0.0)
+                sent_s = np.where(sent > 0, self.latency + sent / self.rate, 0.0)
                 seconds += 2 * float(sent_s.sum(axis=1).max())
             best = min(best, seconds)
         return best

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..graph import OpGraph, stage_modules
-from ..words import duration, size
+from ..words import duration, number_of, size
 from .bound import Capacity
 from .build import Instance
 from .chain import along
@@ -132,7 +132,7 @@ def why_nothing_fits(graph: OpGraph, made: Instance, stages: int | None) -> str:
     peer, (first, end) = peers[s], share[s]
     modules = stage_modules(graph, [made.points[b] for b in (first, end)])[0]
     recomputes = bool(again[first, end] < plain[first, end])
-    who = f"{problem.size} peer{'s' * (problem.size > 1)}"
+    who = number_of("peer", problem.size)
     rest = ways_out(problem.names[peer], held[first, end], problem.memory[peer], live, recomputes)
     return f"the model does not fit on {who}: at best, stage {s} ({modules}) on {rest}"
 

@@ -165,11 +165,7 @@ class _Grid:
         self._row, self._exchange = row, exchange
         self.problem, self.sync_bytes, self.every = problem, sync_bytes, every
         self.count, self.stages = count, stages
-        ids = np.arange(problem.size)
-        net = problem.network
-        self.rate, self.latency = net.rates(ids[:, None], ids), net.latencies(ids[:, None], ids)
-        np.fill_diagonal(self.rate, np.inf)
-        np.fill_diagonal(self.latency, 0.0)
+        self.rate, self.latency = exchange.rate, exchange.latency
         self.share = problem.work[0] / problem.work[0, -1]
 
     def starts(self) -> list[Ints]:

@@ -28,6 +28,7 @@ from geotrain.graph import OpGraph, capture
 from geotrain.local import LocalPeer, LocalPeers
 from geotrain.models import build
 from geotrain.weights import WeightStore, save_module
+from geotrain.words import number_of
 
 from .tables import Table, alternate, ratio
 
@@ -130,7 +131,7 @@ def benchmark(short: bool) -> list[Table]:
 
         runs = {"plain loop": lambda: plain(net, data, train)}
         runs |= {THREADED: lambda: plain_beside(net, data, train, 1, CORES)}
-        runs |= {f"{peers} peer{'s' * (peers > 1)}": on(peers) for peers in PEERS}
+        runs |= {number_of("peer", peers): on(peers) for peers in PEERS}
         runs |= {f"{n} beside": lambda n=n: plain_beside(quarter, data, train, n) for n in (1, 4)}
         costs = alternate(rounds, runs)
     return [_table(costs, microbatches, layers)]

@@ -9,9 +9,9 @@ evaluation.
 
 Training is chaotic: weights that differ in their last bit end at losses that differ, on the training text as on the
 held-out one, so more text to evaluate on would not help. Of the rates 1e-3, 2e-3 and 4e-3 the second ends lowest
-without loss (means of three seeds); the third is higher, and there chance moves a run by 2 %. Each seed is run twice
-without loss, the second time nudged so; a run is compared with the mean of the two, and a pair's mean over the seeds
-has the standard error of what is left between seeds, pooled over all pairs that do not diverge.
+without loss (means of three seeds); the third is higher, and there chance moves a run by up to 2 %. Each seed is run
+twice without loss, the second time nudged so; a run is compared with the mean of the two, and a pair's mean over the
+seeds has the standard error of what is left between seeds, pooled over all pairs that do not diverge.
 """
 
 import math

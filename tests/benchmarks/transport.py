@@ -23,6 +23,7 @@ from geotrain.transports.direct import DirectTransport
 from .tables import Table, ratio
 
 SIZES_KIB = (16, 256, 1024, 4096)
+ROUNDS = 5
 TOKEN = b"benchmark token."
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -74,7 +75,7 @@ def frame_of(tensor: torch.Tensor, step: int) -> Frame:
     return Frame(FrameKey(1, step, 0, "x", "F"), "identity", tensor_spec(tensor), payload)
 
 
-async def measure(pipe: Connection, mib: int, rounds: int) -> Table:
+async def measure(pipe: Connection, mib: int) -> Table:
     answered = asyncio.Event()
     transport = DirectTransport(
         "a", run="bench", token=TOKEN, on_frame=lambda src, frame: answered.set(), on_lost=print
@@ -112,7 +113,7 @@ async def measure(pipe: Connection, mib: int, rounds: int) -> Table:
         tensor = torch.rand(kib * 256)
         count = max(1, min(mib * 1024 // kib, 4096))
         runs: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
-        for _ in range(rounds + 1):  # the first warms up
+        for _ in range(ROUNDS + 1):  # the first warms up
             runs["bare"].append(await timed(bare, tensor, count))
             runs["ours"].append(await timed(ours, tensor, count))
         (ours_rates, ours_cpu), (bare_rates, bare_cpu) = (
@@ -152,7 +153,7 @@ def benchmark(short: bool) -> list[Table]:
     here, there = spawn.Pipe()
     process = spawn.Process(target=receiver, args=(there,), daemon=True)
     process.start()
-    table = asyncio.run(measure(here, *((64, 5) if short else (512, 5))))
+    table = asyncio.run(measure(here, 64 if short else 512))
     here.send(None)
     process.join(5)
     return [table]

@@ -267,3 +267,14 @@ def test_peers_are_told_as_fast_as_their_blocks_were():
         measured_s = sum(question.costs.seconds(one, 0, ops))
         assert measured_s > 10 * sum(CostModel(run.graph).seconds(one, 0, ops))
         assert sum(CostModel(run.graph).seconds(told, 0, ops)) == pytest.approx(measured_s)
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 0.0, 0.0), (1.0, -1.0, 1.0), (float("nan"), 1.0, 1.0)])
+def test_times_that_cannot_be_are_not_believed(seconds):
+    run = Run()
+    peer, kind = run.known[0]
+    run.scheduler.measured(
+        peer, kind, peer.flops_per_s, [BlockTime(*seconds, 0) for _ in run.scheduler.to_measure(peer, kind)]
+    )
+    question = run.scheduler.ask(run.known, 61.0)
+    assert not question.costs.profiles and question.peers_by_flops() == question.peers

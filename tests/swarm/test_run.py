@@ -41,6 +41,7 @@ def test_a_run_equals_a_plain_loop(tmp_path, count, schedule):
     assert [name for name in ours if not torch.equal(ours[name], gradients[name])] == []
 
     assert sorted(result.held_out) == [0, 2, 4, 6]
+    assert isinstance(seen[0], events.Waiting) and seen[0].reason.startswith("0 of ")
     (planned,) = of(events.Planned, seen)
     assert len(planned.plan.stages) == count
     committed = of(events.StepCommitted, seen)
