@@ -1,10 +1,11 @@
 """Which frames a peer takes: those that its stage's graph calls for, from those that the plan names. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .base import COORDINATOR, ONCE, Direction, FrameKey, TensorSpec
 from .codecs import CODECS
+from .coding import compressible
 from .config import TrainConfig
 from .errors import RemoteProtocolError
 from .graph import StageGraph
@@ -13,12 +14,14 @@ from .optim import PREFIX, state_names
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What may come under a direction and name: from whom, of which shape, once a step or a microbatch."""
+    """What may come under a direction and name: from whom, of which shape, once a step or a microbatch, and whether
+    with loss."""
 
     source: str
     shape: tuple[int, ...]
     dtype: str
     once: bool
+    lossy: bool = False
 
 
 Expectations = dict[tuple[Direction, str], Expected]
@@ -28,18 +31,19 @@ def expectations(stage: StageGraph, names: tuple[str, ...]) -> Expectations:
     """All that a stage may receive while it works; `names` are the peers by stage."""
     found: Expectations = {}
 
-    def expect(direction: Direction, name: str, source: str, once: bool = False) -> None:
+    def expect(direction: Direction, name: str, source: str, once: bool = False, lossy: bool = False) -> None:
         spec = stage.values[name].spec if name in stage.values else stage.parameters[name].spec
-        found[direction, name] = Expected(source, spec.shape, spec.dtype, once)
+        found[direction, name] = Expected(source, spec.shape, spec.dtype, once, lossy)
 
     for name in stage.inputs:
         expect("F", name, COORDINATOR)
         expect("E", name, COORDINATOR)
     for receive in stage.receives:
-        expect("F", receive.value, names[receive.source], receive.once)
+        expect("F", receive.value, names[receive.source], receive.once, receive.grad and not receive.once)
         expect("E", receive.value, names[receive.source], receive.once)
+    shared = {send.value for send in stage.sends if send.once}
     for name, source in stage.grads_from.items():
-        expect("B", name, names[source])
+        expect("B", name, names[source], lossy=name not in shared)
     return found
 
 
@@ -60,13 +64,14 @@ def moved(stage: StageGraph, sources: Mapping[str, str], train: TrainConfig) -> 
 
 
 class Admission:
-    """Checks what a frame says of itself, before anything is allocated for it. `check` raises
-    `RemoteProtocolError`, which costs the sender its connection."""
+    """Checks what a frame says of itself, before anything is allocated for it. `codecs` are those that the run may
+    compress with. `check` raises `RemoteProtocolError`, which costs the sender its connection."""
 
-    def __init__(self, epoch: int, expected: Expectations, microbatches: int) -> None:
+    def __init__(self, epoch: int, expected: Expectations, microbatches: int, codecs: Collection[str] = ()) -> None:
         self._epoch = epoch
         self._microbatches = microbatches
         self._expected = expected
+        self._codecs = frozenset(codecs)
 
     def check(self, src: str, key: FrameKey, codec: str, spec: TensorSpec, nbytes: int, absent: bool = False) -> None:
         expected = self._expected.get((key.direction, key.value))
@@ -85,7 +90,8 @@ class Admission:
             return
         if (spec.shape, spec.dtype) != (expected.shape, expected.dtype):
             raise RemoteProtocolError(f"{src} sends {key.value!r} as {spec}, which is not the graph's")
-        if codec not in CODECS or not CODECS[codec].accepts(spec, nbytes):
-            raise RemoteProtocolError(
-                f"{src} sends {nbytes} bytes of {key.value!r}, which has others, or another codec"
-            )
+        allowed = codec in self._codecs and expected.lossy and compressible(spec)
+        if codec != "identity" and not allowed:
+            raise RemoteProtocolError(f"{src} sends {key.value!r} by {codec!r}, which this run does not use for it")
+        if not CODECS[codec].accepts(spec, nbytes):
+            raise RemoteProtocolError(f"{src} sends {nbytes} bytes of {key.value!r}, which has others")

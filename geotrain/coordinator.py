@@ -15,7 +15,7 @@ from .base import COORDINATOR, PROTOCOL_VERSION, FrameKey, Peer, Plan
 from .checkpoint import best_so_far, prune, set_best
 from .config import JobConfig
 from .data import Source
-from .errors import GeotrainError, RemoteError, RemoteProtocolError, UserError
+from .errors import GeotrainError, PlanError, RemoteError, RemoteProtocolError, UserError
 from .graph import OpGraph
 from .holdings import Holdings
 from .identity import Ticket, new_token, same_token
@@ -24,6 +24,7 @@ from .layout import Layout, handover, lacking
 from .links import Pair, Probe
 from .optim import clip_factor, lr_at
 from .prompts import Prompts
+from .replan import change
 from .results import Result
 from .runfolder import RunFolder
 from .scheduler import Found, Scheduler
@@ -277,9 +278,14 @@ class Coordinator:
     async def go_over(self, plan: Plan, reason: str) -> None:
         """Change to another plan after the running step; `reason` is told. Nothing happens if the run has changed its
         plan meanwhile. Raises `PlanError` if the peers cannot run it."""
-        epoch = self._state.epoch
+        epoch, running = self._state.epoch, self._state.plan
         question = self._scheduler.ask(self._known(), time.monotonic())
         layout = await asyncio.to_thread(self._scheduler.lay_out, question, epoch, plan)
+        if running is not None and change(running, layout.plan) == "codecs":
+            new = set(self._scheduler.codecs(layout.plan)) - set(self._scheduler.codecs(running))
+            if new:
+                names = ", ".join(sorted(new))
+                raise PlanError(f"the peers take no {names} in this run; set compression.max_loss_increase")
         if self._state.epoch == epoch and self._state.phase == "training":
             self._proposed = layout
             self._post(runstate.Switch(epoch, layout.plan, reason))
@@ -581,7 +587,8 @@ class Coordinator:
             message = protocol.Prepare(
                 plan.epoch, step, i, layout.graphs[i], layout.actions[i], job.train.model_dump_json(), job.run.seed,
                 layout.names, roster, fetch[i], holders, moves[i] if moves else (),
-                given.get(stage.peer, ()), stage.codec_forward, stage.codec_backward, stage.recompute,
+                given.get(stage.peer, ()), stage.codec_forward, stage.codec_backward,
+                self._scheduler.codecs(plan), stage.recompute,
             )  # fmt: skip
             self._sessions[stage.peer].send(message)
         for name in self._linked:

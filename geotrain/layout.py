@@ -39,7 +39,10 @@ class Layout:
 
 
 def ladders(job: JobConfig, graph: OpGraph) -> tuple[tuple[Rung, ...], tuple[Rung, ...]]:
-    """The codecs to choose from, forward and backward. Frozen weights tell of a training before, too."""
+    """The codecs to choose from, forward and backward: none without a loss budget. Frozen weights tell of a training
+    before, too."""
+    if job.compression.max_loss_increase == 0:
+        return (RAW,), (RAW,)
     frozen = any(not parameter.requires_grad for parameter in graph.parameters.values())
     if frozen or (isinstance(job.model, HfModel) and not job.model.fresh):
         return PRETRAINED_FORWARD, PRETRAINED_BACKWARD

@@ -25,7 +25,7 @@ from .admission import Admission, expectations, moved
 from .base import COORDINATOR, ONCE, PROTOCOL_VERSION, Frame, FrameKey, LinkUse, TensorSpec
 from .cache import LocalWeights, TensorCache, fetch_tensors
 from .channel import Dialled
-from .codecs import warm_up
+from .codecs import CODECS, warm_up
 from .coding import Codecs, Decoder, Encoder, absent, raw_frame
 from .config import PeerConfig, TrainConfig
 from .errors import CoordinatorLost, GeotrainError, RemoteError, RemoteProtocolError
@@ -173,7 +173,10 @@ class PeerProcess:
         self._names = prepare.names
         sources = {move.name: move.src for move in prepare.moves if move.src != self.name}
         expected = {**expectations(stage, prepare.names), **moved(stage, sources, train)}
-        admission = Admission(prepare.epoch, expected, train.microbatches)
+        unknown = set(prepare.codecs) - CODECS.keys()
+        if unknown:
+            raise RemoteProtocolError(f"the coordinator names codecs that this geotrain lacks: {', '.join(unknown)}")
+        admission = Admission(prepare.epoch, expected, train.microbatches, prepare.codecs)
         roster = {**prepare.roster, COORDINATOR: self._dialled.address}
         self._transport.set_roster(prepare.epoch, roster, _or_test(prepare.epoch, admission.check))
         self._give(prepare.epoch, prepare.step, prepare.gifts, held)

@@ -197,7 +197,7 @@ class Prepare:
     JSON, `seed` the run's. `names` is the peer of each stage and `roster` the address of each peer. `fetch` are
     the tensors to fetch, from `holders` or else from the coordinator, `moves` those that come from the stages before;
     a parameter or buffer that is among neither is made from its own init. `gifts` are given to others first. `step`
-    steps are done.
+    steps are done. `codecs` are all that the others may compress with while this epoch lasts.
     """
 
     epoch: int
@@ -215,6 +215,7 @@ class Prepare:
     gifts: tuple[Gift, ...]
     codec_forward: str
     codec_backward: str
+    codecs: tuple[str, ...]
     recompute: bool
 
 

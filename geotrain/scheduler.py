@@ -276,9 +276,7 @@ class Scheduler:
 
     def _ladder(self, rungs: Sequence[Rung], seen: Mapping[str, Rates]) -> tuple[Rung, ...]:
         """What this job knows of codecs: their bytes and seconds as far as they or their like were used, their costs
-        as far as they were tried. Without a loss budget there is nothing to choose."""
-        if self._job.compression.max_loss_increase == 0:
-            return (RAW,)
+        as far as they were tried."""
         found: list[Rung] = []
         for rung in rungs:
             rung = replace(rung, cost=rung.cost * self._cost_factor)
@@ -289,6 +287,12 @@ class Scheduler:
                 )  # fmt: skip
             found.append(rung)
         return tuple(found)
+
+    def codecs(self, plan: Plan) -> tuple[str, ...]:
+        """All that the run may compress with while this plan's stages are where they are."""
+        chosen = {rung.codec for ladder in self._ladders for rung in ladder}
+        chosen |= {codec for stage in plan.stages for codec in (stage.codec_forward, stage.codec_backward)}
+        return tuple(sorted(chosen))
 
     def lay_out(self, question: Question, epoch: int, given: Plan | None = None, near: Plan | None = None) -> Layout:
         """A plan (or the `given` one) and what its stages are told; `near` is the plan that runs now. Raises

@@ -74,10 +74,12 @@ class Pack:
         if kind not in (_SPARSE, _ROWS) or not numel:
             raise RemoteProtocolError(f"{payload.nbytes} bytes came that are no tensor written by {self.name}")
         width = _row(spec) if kind == _ROWS else 1
-        places, used = indices.read(body, numel // width)
         dtype = to_dtype(spec.dtype)
+        truths = spec.dtype == "bool" and kind == _SPARSE
+        most = numel if truths else body.nbytes // (width * dtype.itemsize)
+        places, used = indices.read(body, numel // width, most)
         x = torch.zeros(numel // width, width, dtype=dtype)
-        if spec.dtype == "bool" and kind == _SPARSE:
+        if truths:
             values = torch.ones(len(places), 1, dtype=torch.bool)
         else:
             size = len(places) * width * x.element_size()
@@ -142,13 +144,14 @@ class Rows:
             raise RemoteProtocolError(f"{payload.nbytes} bytes came that are no tensor written by {self.name}")
         width, body = _row(spec), payload[1:]
         length = int.from_bytes(body[:4], "little")
-        places, used = indices.read(body[4 : 4 + length], spec.packed.numel // width)
+        count = spec.packed.numel // width
+        places, used = indices.read(body[4 : 4 + length], count, count)
         part = TensorSpec((len(places), width), spec.dtype)
         rest = memoryview(bytearray(body[4 + length :]))
         if used != length or not self.inner.accepts(part, rest.nbytes):
             raise RemoteProtocolError("a message of rows has another length")
         rows, _ = self.inner.decode(rest, part, device, self.inner.init(part), message)
-        x = torch.zeros(spec.packed.numel // width, width, dtype=to_dtype(spec.dtype), device=device)
+        x = torch.zeros(count, width, dtype=to_dtype(spec.dtype), device=device)
         x[torch.as_tensor(places).to(device)] = rows
         return unpack(x.view(-1), spec), state
 

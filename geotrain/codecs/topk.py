@@ -80,7 +80,7 @@ class TopK(Lossy):
             if (places < 0).any() or (places >= numel).any():
                 raise RemoteProtocolError("a kept element lies beyond the end")
         else:
-            places, used = indices.read(body[4:], numel)
+            places, used = indices.read(body[4:], numel, count)
             rest = body[4 + used :]
             size = 2 * count if self.kind == "topkb" else 4 + (count + 1) // 2
             if len(places) != count or rest.nbytes != size:

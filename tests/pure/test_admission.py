@@ -8,6 +8,7 @@ from torch import nn
 
 from geotrain.admission import Admission, expectations
 from geotrain.base import COORDINATOR, ONCE, FrameKey, TensorSpec
+from geotrain.codecs import CODECS, get_codec
 from geotrain.errors import RemoteProtocolError
 from geotrain.graph import capture, cut
 
@@ -105,8 +106,64 @@ def test_shapes_sizes_and_layouts_are_the_graphs(stages):
     door.check("anna", key, "identity", sliced, sliced.packed.nbytes)
 
 
-def test_an_unknown_codec_is_the_senders_fault(stages):
-    key, last = forward_key(stages[1], once=False)
+class Wide(nn.Module):
+    """What crosses its cut is large enough for a codec, and so is the parameter that both ends use."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(40, 64)
+        self.middle = nn.Linear(64, 64)
+
+    def forward(self, tokens, labels):
+        hidden = torch.tanh(self.middle(self.table(tokens)))
+        return nn.functional.cross_entropy(hidden @ self.table.weight.T, labels)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    tokens = torch.zeros(32, dtype=torch.long)
+    graph = capture(Wide(), {"tokens": tokens, "labels": tokens})
+    return cut(graph, [next(i for i, op in enumerate(graph.ops) if "tanh" in op.target)])
+
+
+def wide_doors(stages, index):
+    return Admission(3, expectations(stages[index], NAMES), 2, codecs=("int8", "tcu-001"))
+
+
+@pytest.mark.parametrize("codec", ["int8", "tcu-001"])
+def test_what_a_gradient_flows_through_comes_by_the_codecs_of_the_run(wide, codec):
+    key, last = forward_key(wide[1], once=False)
     spec = spec_of(last, key.value)
-    with pytest.raises(RemoteProtocolError):
-        doors(stages, 1).check("anna", key, "magic", spec, spec.packed.nbytes)
+    nbytes = get_codec(codec).size_bytes(spec)
+    wide_doors(wide, 1).check("anna", key, codec, spec, nbytes)
+    wide_doors(wide, 0).check("ben", replace(key, direction="B"), codec, spec, nbytes)
+
+
+@pytest.mark.parametrize("codec", ["magic", "topk-1", "pack", "hd4u"])
+def test_no_other_codec_is_let_in(wide, codec):
+    """Each of them costs memory and time of its own kind to read: only what a plan may name is worth that."""
+    key, last = forward_key(wide[1], once=False)
+    spec = spec_of(last, key.value)
+    nbytes = get_codec(codec).size_bytes(spec) if codec in CODECS else spec.nbytes
+    for src, index, direction in (("anna", 1, "F"), ("ben", 0, "B")):
+        with pytest.raises(RemoteProtocolError, match="does not use"):
+            wide_doors(wide, index).check(src, replace(key, direction=direction), codec, spec, nbytes)
+
+
+def test_what_nothing_may_be_lost_of_comes_as_it_is(wide, stages):
+    """Evaluations, parameters that two stages use, whole numbers and what is small."""
+    int8 = get_codec("int8")
+    key, last = forward_key(wide[1], once=False)
+    once, _ = forward_key(wide[1], once=True)
+    small, _ = forward_key(stages[1], once=False)
+    refused = [
+        (wide_doors(wide, 1), "anna", replace(key, direction="E"), spec_of(last, key.value)),
+        (wide_doors(wide, 1), "anna", once, spec_of(last, once.value)),
+        (wide_doors(wide, 0), "ben", replace(once, microbatch=1, direction="B"), spec_of(last, once.value)),
+        (wide_doors(wide, 1), COORDINATOR, FrameKey(3, 0, 0, "labels", "F"), spec_of(last, "labels")),
+        (wide_doors(stages, 1), "anna", small, spec_of(stages[1], small.value)),
+    ]
+    for door, src, of, spec in refused:
+        door.check(src, of, "identity", spec, spec.packed.nbytes)
+        with pytest.raises(RemoteProtocolError, match="does not use"):
+            door.check(src, of, "int8", spec, int8.size_bytes(spec))

@@ -1,5 +1,9 @@
 """Every registered codec: what it promises holds for any tensor and any bytes."""
 
+import ctypes
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -162,6 +166,42 @@ def test_damaged_payloads_are_a_result_or_the_senders_fault(codec: Codec) -> Non
         except RemoteProtocolError:
             continue
         assert y.shape == x.shape
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """What this process needed more while it did the work than before."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free already is given back, so that it is seen when it is taken
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory_kib("VmRSS")
+    work()
+    return (_memory_kib("VmHWM") - before) * 1024
+
+
+def _memory_kib(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory a process needed at most")
+@every_codec
+def test_reading_any_bytes_takes_memory_for_the_tensor_only(codec: Codec) -> None:
+    """At most 16 times the tensor's own, whatever a sender claims: of places, 1 MB could once ask for 45."""
+    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0))
+    size = 4 * x.numel()
+    data, _ = encode(codec, x)
+    assert peak_bytes(lambda: bytearray(8 * size)) > 7 * size, "it is measured"
+    lists = [(low, x.numel() >> fewer) for low in (0, 20, 31) for fewer in (0, 1)]
+    claims = [bytes([low]) + count.to_bytes(4, "little") for low, count in lists]
+    starts = [bytes(1 + 4), bytes(1), b"\2", b"\3", b"\4" + (size // 2).to_bytes(4, "little")]  # of topk, pack and rows
+    payloads = [start + claim + b"\xff" * (size - 32) for start in starts for claim in claims]
+    payloads += [data, data[:-1], data[: len(data) // 2], data[:9] + b"\xff" * (size - 9), bytes(size)]
+    for payload in payloads:
+
+        def read(payload: bytes = payload) -> None:
+            with suppress(RemoteProtocolError):
+                decode(codec, payload, x)
+
+        assert peak_bytes(read) < 16 * size
 
 
 @every_codec

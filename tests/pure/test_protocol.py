@@ -41,7 +41,7 @@ EXAMPLES = [
     protocol.Prepare(
         2, 0, 1, b"\x00graph", ("1F0", "1B0"), "{}", 7, ("anna",), {"anna": "h:1"}, (SPEC,),
         (protocol.Holder("h:2", ("w",)),), (protocol.Move("w", "ben"),),
-        (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", True,
+        (protocol.Gift("b", ("ben", "carl")),), "int8", "hd4u", ("hd4u", "int8"), True,
     ),
     protocol.Release(3, 7, {"anna": "h:1"}, (protocol.Gift("b", ("ben",)),)),
     protocol.Prefetch(2, (SPEC,), (protocol.Holder("h:1", ("w",)),)),

@@ -34,12 +34,14 @@ def receive(
 def test_places_come_back(where: set[int], spread: int) -> None:
     places = np.array(sorted(p * spread for p in where), np.int64)
     data = indices.write(places)
-    back, used = indices.read(memoryview(data + b"?"), 5000 * spread + 1)
+    back, used = indices.read(memoryview(data + b"?"), 5000 * spread + 1, len(places))
     assert np.array_equal(places, back) and used == len(data)
     assert reference_transform.places(data) == (places.tolist(), b"")
     if len(places):
         with pytest.raises(RemoteProtocolError):
-            indices.read(memoryview(data), int(places[-1]))
+            indices.read(memoryview(data), int(places[-1]), len(places))
+        with pytest.raises(RemoteProtocolError):
+            indices.read(memoryview(data), 5000 * spread + 1, len(places) - 1)
 
 
 def test_places_take_few_bits() -> None:

@@ -1,6 +1,5 @@
 """A plan changes while the run goes on: other cuts, other peers, other codecs; losses stay those of a plain loop."""
 
-import asyncio
 import time
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import torch
 
 from geotrain import config, events, planner, runstate
 from geotrain.base import Peer
+from geotrain.errors import PlanError
 from geotrain.graph import capture
 from geotrain.layout import lacking
 from geotrain.scheduler import Found, Scheduler
@@ -176,7 +176,7 @@ def test_a_peer_killed_when_it_has_given_its_stage_away_costs_steps_and_nothing_
 
 
 def test_codecs_change_between_steps(tmp_path):
-    job = swarm.job(steps=12, peers=2)
+    job = swarm.job(steps=12, peers=2, compression=config.CompressionConfig())
 
     async def change(runner, processes, seen):
         for steps, codec in ((2, "int8"), (4, "bf16"), (6, "identity")):
@@ -184,7 +184,9 @@ def test_codecs_change_between_steps(tmp_path):
             plan = of(events.Planned, seen)[0].plan
             stages = tuple(replace(s, codec_forward=codec, codec_backward=codec) for s in plan.stages)
             await runner.go_over(replace(plan, stages=stages), f"{codec} is enough")
-        await asyncio.sleep(0)
+        strange = tuple(replace(s, codec_forward="topk-1") for s in plan.stages)
+        with pytest.raises(PlanError, match="take no topk-1"):
+            await runner.go_over(replace(plan, stages=strange), "nobody has prepared for it")
 
     result, seen, _ = swarm.train(tmp_path, job, during=change, seconds=0.05)
     assert [event.plan.stages[0].codec_forward for event in of(events.Planned, seen)] == [

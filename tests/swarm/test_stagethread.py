@@ -53,7 +53,7 @@ def made(job, epoch, source):
     names = [*stage.parameters, *stage.buffers]
     prepare = protocol.Prepare(
         epoch, 0, 0, what.graphs[0], what.actions[0], job.train.model_dump_json(), 7, what.names, {}, (), (),
-        tuple(protocol.Move(name, source) for name in names), (), "identity", "identity", False,
+        tuple(protocol.Move(name, source) for name in names), (), "identity", "identity", (), False,
     )  # fmt: skip
     kept = {name: {name: state[name]} for name in names} if source == "anna" else {}
     loop = Loop()
