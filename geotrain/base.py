@@ -272,6 +272,7 @@ class LinkUse:
 @dataclass(frozen=True, slots=True)
 class CodecUse:
     """What a stage encoded with one codec in one direction in a step: `elements` of `raw_bytes` in `wire_bytes`.
+    `not_finite` of its messages held a NaN or an infinity, and travelled as they were.
 
     Of `samples` messages with `sampled_bytes` before encoding, decoded again by the sender in `decode_s`: `error`, the
     sum of their relative squared errors |x - y|^2 / |x|^2, and `gain`, the sum of <x, y> / <x, x> (1 each if unbiased).
@@ -288,6 +289,7 @@ class CodecUse:
     samples: int = 0
     error: float = 0.0
     gain: float = 0.0
+    not_finite: int = 0
 
     def plus(self, other: "CodecUse") -> "CodecUse":
         """Both together; direction and codec are this one's."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from .base import RAW_TRIAL, CodecUse, Direction, Frame, FrameKey, TensorSpec
 from .codecs import Message, Payload, State, get_codec, message_key
 from .codecs.identity import from_raw, raw
+from .codecs.lossy import RAW
 from .graph import StageGraph
 from .graph.serial import tensor_spec
 
@@ -82,6 +83,7 @@ class Encoder:
     def encode(self, key: FrameKey, tensor: Tensor, codec: str) -> Frame:
         """The frame of a tensor, with a codec that `codec_for` named."""
         spec = tensor_spec(tensor)
+        finite = True
         if codec == "identity":
             payload, seconds = raw(tensor), 0.0
         else:
@@ -91,13 +93,15 @@ class Encoder:
             payload, state = get_codec(codec).encode(tensor, before, message)
             self.states.set(codec, key, state)
             seconds = self._clock() - start_s
-            if message.key % SAMPLED == 0:
+            finite = payload[0][0] != RAW or bool(torch.isfinite(tensor).all())
+            if message.key % SAMPLED == 0 and finite:
                 self._sample(codec, key, tensor, payload, before, message)
         frame = Frame(key, codec, spec, list(payload))
         use = self._use(codec, key)
         self._uses[use.direction, codec] = replace(
             use, elements=use.elements + spec.packed.numel, raw_bytes=use.raw_bytes + spec.packed.nbytes,
             wire_bytes=use.wire_bytes + frame.nbytes, encode_s=use.encode_s + seconds,
+            not_finite=use.not_finite + (not finite),
         )  # fmt: skip
         return frame
 

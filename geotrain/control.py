@@ -169,6 +169,8 @@ def _said(state: State, name: str, message: protocol.FromPeer, now_s: float) -> 
             return _finish(state, f"stage {stage} on {name} failed: {reason}", now_s, failed=True)
         case protocol.Loaded(epoch, of) if of == stage and epoch == state.epoch:
             return _loaded(state, of, now_s)
+        case protocol.Tried(epoch, trial) if trial.step == state.done == state.tried_at and epoch == state.epoch:
+            return _tried(state, now_s), []
         case protocol.Ready(epoch, report) if report.stage == stage and epoch == state.epoch:
             return _ready(state, replace(report, peer=name), now_s)
         case protocol.Scored(epoch, step, losses) if stage is not None and epoch == state.epoch:
@@ -203,7 +205,7 @@ def _loaded(state: State, stage: int, now_s: float) -> Result:
     instructions: list[protocol.Instruction] = []
     if state.moved_at is None:
         state = _evaluate(state, instructions)
-    state = _try(replace(state, try_at=state.done), instructions)
+    state = _try(replace(state, tried_at=None), instructions)
     if state.done < state.settings.steps:
         instructions.append(protocol.Train(state.done))
     else:  # there is nothing to train: what there is is saved
@@ -239,7 +241,7 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
     clip, lr = 0.0 if skip else factor, settings.lr_at(step)
     seconds = now_s - (now_s if state.committed_s is None else state.committed_s)
 
-    state = replace(state, done=step + 1, ready={}, committed_s=now_s)
+    state = replace(state, done=step + 1, ready={}, committed_s=now_s, trained_s=state.trained_s + seconds)
     leaving = any(member.leaving and state.needs(name) for name, member in state.members.items())
     if state.moved_at is not None and state.done >= state.moved_at + 2:
         state = replace(state, givers=frozenset())  # what is needed to apply a step was there for the one before
@@ -268,7 +270,7 @@ def _commit(state: State, plan: Plan, now_s: float) -> Result:
         plan, reason = state.switch.plan.with_epoch(state.epoch), state.switch.reason
         forward = tuple(stage.codec_forward for stage in plan.stages)
         instructions.append(protocol.Codecs(forward, tuple(stage.codec_backward for stage in plan.stages)))
-        state = replace(state, plan=plan, switch=None, try_at=state.done)
+        state = replace(state, plan=plan, switch=None, tried_at=None)
         adopted.append(Adopt(plan, reason))
     if after is None:
         state = _try(state, instructions)
@@ -293,13 +295,22 @@ def _moves(state: State, plan: Plan) -> bool:
 
 
 def _try(state: State, instructions: list[protocol.Instruction]) -> State:
-    """See what the plan's codecs do, if they lose anything and it is time."""
+    """See what the plan's codecs do, if they lose anything, and they are new or it is time."""
     stages = state.plan.stages if state.plan is not None else ()
     lossy = any({stage.codec_forward, stage.codec_backward} != {"identity"} for stage in stages)
-    if not lossy or state.done < state.try_at:
+    settings, last = state.settings, state.tried_at
+    again = last is None or state.done >= last + settings.try_every
+    dear = last is not None and state.trials_s > settings.try_share * state.trained_s
+    if not lossy or not again or dear:
         return state
     instructions.append(protocol.Try(state.done))
-    return replace(state, try_at=state.done + state.settings.try_every)
+    return replace(state, tried_at=state.done, trial_s=0.0)
+
+
+def _tried(state: State, now_s: float) -> State:
+    """A stage is done with a trial, which holds up the step that it comes before: the last one tells what it took."""
+    taken_s = now_s - (now_s if state.committed_s is None else state.committed_s)
+    return replace(state, trial_s=taken_s, trials_s=state.trials_s + taken_s - state.trial_s)
 
 
 def _evaluate(state: State, instructions: list[protocol.Instruction]) -> State:

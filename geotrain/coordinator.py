@@ -566,6 +566,7 @@ class Coordinator:
             events.Planned(
                 plan, ops, layout.blocks, self.graph.num_parameters, reason, timeline.step_seconds, timeline.why,
                 timeline.loads, question.peers_by_flops(), question.links,
+                self._scheduler.budget_shares(question, plan),
             )
         )  # fmt: skip
 

@@ -29,7 +29,8 @@ class Planned:
     `blocks.0-blocks.2`; `parameters`: how many the model has; `reason`: why the plan before it was given up while
     the run went on (empty for a plan that starts from weights on disk, or fresh). The simulator's word of a step:
     `predicted_s` seconds, what it waits for most (`bottleneck`, in words), and what crosses which link (`loads`).
-    `peers` and `links` as they were measured (speeds in FLOP/s of this model), whether the plan uses them or not."""
+    `peers` and `links` as they were measured (speeds in FLOP/s of this model), whether the plan uses them or not.
+    `budget_shares`: by stage, how much of the loss budget the codecs of its values and of its gradients take."""
 
     plan: Plan
     stage_ops: tuple[int, ...]
@@ -41,6 +42,7 @@ class Planned:
     loads: tuple[LinkLoad, ...] = ()
     peers: tuple[Peer, ...] = ()
     links: tuple[Link, ...] = ()
+    budget_shares: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from . import events
@@ -131,12 +132,10 @@ class Recorder:
                     peer.seconds[activity] += seconds
 
     def _encoded(self, report: StageReport, use: CodecUse, plan: Plan) -> None:
-        """A codec's work belongs to the link to the neighbor in its direction."""
-        neighbor = report.stage + (1 if use.direction == "F" else -1)
-        if not 0 <= neighbor < len(plan.stages) or use.direction not in ("F", "B"):
-            return
-        codecs = self._links.setdefault((report.peer, plan.stages[neighbor].peer), _LinkFacts()).codecs
-        codecs[use.codec] = codecs.get(use.codec, CodecUse(use.direction, use.codec)).plus(use)
+        pair = link_of(report, use, plan)
+        if pair is not None:
+            codecs = self._links.setdefault(pair, _LinkFacts()).codecs
+            codecs[use.codec] = codecs.get(use.codec, CodecUse(use.direction, use.codec)).plus(use)
 
     def facts(self, **more: Any) -> dict[str, Any]:
         """Everything as JSON-able values; `more` is added, such as paths and the machine."""
@@ -220,6 +219,7 @@ class Recorder:
     def _link_facts(self, steps: int) -> list[dict[str, Any]]:
         total = sum(row.seconds for row in self._steps.values())
         predicted = {(load.src, load.dst): load.busy_s for load in self._planned.loads} if self._planned else {}
+        shares = budget_shares(self._planned) if self._planned else {}
         return [
             {
                 "from": src, "to": dst, "bytes": link.nbytes, "busy_seconds": link.busy_s,
@@ -229,6 +229,7 @@ class Recorder:
                 "predicted_busy_seconds": predicted.get((src, dst)),
                 "measured_busy_seconds": link.busy_s / max(steps, 1),
                 "codecs": [_codec_facts(use) for use in link.codecs.values()],
+                "budget_share": shares.get((src, dst), 0.0),
             }
             for (src, dst), link in sorted(self._links.items())
             if link.nbytes
@@ -268,14 +269,30 @@ class Recorder:
         }
 
 
+def link_of(report: StageReport, use: CodecUse, plan: Plan) -> tuple[str, str] | None:
+    """A codec's work belongs to the link to the neighbor in its direction."""
+    neighbor = report.stage + {"F": 1, "B": -1}.get(use.direction, len(plan.stages))
+    return (report.peer, plan.stages[neighbor].peer) if 0 <= neighbor < len(plan.stages) else None
+
+
+def budget_shares(planned: events.Planned) -> dict[tuple[str, str], float]:
+    """By link, how much of the loss budget the codec of a plan takes there."""
+    found: dict[tuple[str, str], float] = {}
+    stages = zip(planned.plan.stages, planned.budget_shares, strict=False)
+    for (a, (forward, _)), (b, (_, backward)) in pairwise(stages):
+        found |= {(a.peer, b.peer): forward, (b.peer, a.peer): backward}
+    return found
+
+
 def _codec_facts(use: CodecUse) -> dict[str, Any]:
-    """`factor`: how many times fewer bytes; `error` |x - y|^2 / |x|^2 and `bias` <x, y> / <x, x> - 1, of samples."""
+    """`factor`: how many times fewer bytes; `error` |x - y|^2 / |x|^2 and `bias` <x, y> / <x, x> - 1, of samples;
+    `not_finite`: messages with a NaN or an infinity."""
     return {
         "codec": use.codec, "raw_bytes": use.raw_bytes, "wire_bytes": use.wire_bytes,
         "factor": use.raw_bytes / use.wire_bytes if use.wire_bytes else 1.0,
         "encode_seconds": use.encode_s, "samples": use.samples,
         "error": use.error / use.samples if use.samples else None,
-        "bias": use.gain / use.samples - 1 if use.samples else None,
+        "bias": use.gain / use.samples - 1 if use.samples else None, "not_finite": use.not_finite,
     }  # fmt: skip
 
 

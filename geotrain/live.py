@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from . import events
-from .base import StageReport
-from .words import count, duration, size, sparkline
+from .base import Plan, StageReport
+from .facts import budget_shares, link_of
+from .words import count, duration, number_of, size, sparkline
 
 RECENT_STEPS = 10
 """Speed and time left are means over so many steps: long enough to be steady, short enough to follow."""
@@ -56,6 +57,11 @@ class LinkStatus:
     nbytes: int = 0
     rate_bytes_per_s: float = 0.0
     codec: str = ""
+    factor: float = 0.0
+    """How many times fewer bytes the codec made of it; 0: nothing was compressed."""
+    error: float | None = None
+    """|x - y|^2 / |x|^2 of the newest sample."""
+    budget_share: float = 0.0
 
 
 @dataclass(slots=True)
@@ -79,6 +85,7 @@ class Status:
     bottleneck: str = ""
     links: dict[tuple[str, str], LinkStatus] = field(default_factory=dict[tuple[str, str], LinkStatus])
     decisions: list[str] = field(default_factory=list[str])
+    plan: Plan | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,6 +138,9 @@ class Status:
         for a, b in pairwise(event.plan.stages):
             for src, dst, codec in ((a, b, a.codec_forward), (b, a, b.codec_backward)):
                 self.links.setdefault((src.peer, dst.peer), LinkStatus()).codec = codec
+        for pair, share in budget_shares(event).items():
+            self.links[pair].budget_share = share
+        self.plan = event.plan
         for peer in self.peers.values():
             peer.stage, peer.ops, peer.blocks, peer.doing = None, 0, "", "spare"
         for index, stage in enumerate(event.plan.stages):
@@ -151,11 +161,24 @@ class Status:
                     link = self.links[use.src, use.dst]
                     link.busy_s, link.nbytes = use.busy_s, use.nbytes
                     link.rate_bytes_per_s = use.timed_bytes / max(use.busy_s, 1e-9)
+            if self.plan is not None:
+                self._encoded(event.step, report, self.plan)
             if report.peer in self.peers and event.seconds > 0:
                 peer = self.peers[report.peer]
                 peer.memory_bytes = report.memory_bytes
                 peer.busy = busy_seconds(report) / event.seconds
                 peer.sent_bytes_per_s = sum(use.nbytes for use in report.links) / event.seconds
+
+    def _encoded(self, step: int, report: StageReport, plan: Plan) -> None:
+        for use in report.codecs:
+            if use.not_finite:
+                what = number_of("message", use.not_finite)
+                self.decisions.append(f"step {step}: {what} of {report.peer} held NaN or infinity")
+            pair = link_of(report, use, plan)
+            link = self.links.get(pair) if pair is not None else None
+            if link is not None and use.codec == link.codec and use.wire_bytes:
+                link.factor = use.raw_bytes / use.wire_bytes
+                link.error = use.error / use.samples if use.samples else link.error
 
 
 def busy_seconds(report: StageReport) -> float:
@@ -200,13 +223,15 @@ def _step_words(status: Status) -> str:
 def _link_table(status: Status) -> Table:
     """The busiest links first."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("link", "codec", "Mbit/s", "MB a step", "busy", "predicted"):
+    for name in ("link", "codec", "fewer", "error", "budget", "Mbit/s", "MB a step", "busy", "predicted"):
         table.add_column(name, justify="left" if name in ("link", "codec") else "right", no_wrap=True)
     rows = sorted(status.links.items(), key=lambda row: -max(row[1].busy_s, row[1].predicted_s))
     for (src, dst), link in rows[:LINKS_SHOWN]:
         table.add_row(
-            f"{src} → {dst}", link.codec, f"{8e-6 * link.rate_bytes_per_s:.1f}", f"{link.nbytes / 1e6:.2f}",
-            duration(link.busy_s), duration(link.predicted_s),
+            f"{src} → {dst}", link.codec, f"{link.factor:.1f}x" if link.factor else "",
+            "" if link.error is None else f"{link.error:.1g}", f"{link.budget_share:.0%}" if link.budget_share else "",
+            f"{8e-6 * link.rate_bytes_per_s:.1f}", f"{link.nbytes / 1e6:.2f}", duration(link.busy_s),
+            duration(link.predicted_s),
         )  # fmt: skip
     return table
 

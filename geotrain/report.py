@@ -10,7 +10,7 @@ from typing import Any
 from .disk import write_atomic
 from .facts import ACTIVITIES
 from .plots import Bar, Series, line_chart, stacked_bars, timeline
-from .words import count, duration, size
+from .words import count, duration, number_of, size
 
 Facts = Mapping[str, Any]
 
@@ -194,10 +194,21 @@ def _links(facts: Facts) -> str:
             f"{link['busy_share']:.0%}",
             _Raw(f'<meter min="0" max="1" value="{min(link["busy_share"], 1):.3f}"></meter>'),
             "; ".join(map(_codec, link["codecs"])),
+            f"{link['budget_share']:.0%}",
         ]
         for link in facts["links"]
     ]
-    head = ["link", "a step", "in all", "while busy", "busy a step: predicted, measured", "busy", "", "codecs"]
+    head = [
+        "link",
+        "a step",
+        "in all",
+        "while busy",
+        "busy a step: predicted, measured",
+        "busy",
+        "",
+        "codecs",
+        "of loss budget",
+    ]
     note = f'<p class="note">{escape(facts["bottleneck"])}.</p>' if facts.get("bottleneck") else ""
     return _table(head, rows, left=(0, 7)) + note if rows else ""
 
@@ -219,7 +230,8 @@ def _bytes(facts: Facts) -> str:
 
 def _codec(use: Mapping[str, Any]) -> str:
     error = f", error {use['error']:.2g}, bias {use['bias']:+.1%}" if use["error"] else ""
-    return f"{use['codec']} ({use['factor']:.1f} times fewer bytes{error})"
+    broken = f", {number_of('message', use['not_finite'])} with NaN or infinity" if use["not_finite"] else ""
+    return f"{use['codec']} ({use['factor']:.1f} times fewer bytes{error}{broken})"
 
 
 def _plan(facts: Facts) -> str:

@@ -20,7 +20,8 @@ class Settings:
     """What the decisions depend on. `peers` must join within `wait_s`, those `named` among them; a peer silent
     for `silence_s` is lost.
     With `survey`, links to peers who are new are measured before a plan is made, for `survey_s` at most. What
-    lossy codecs do is tried every `try_every` steps: a trial costs less than two steps, so this is 1%. The run is
+    lossy codecs do is tried once when they are new, and again after `try_every` steps or, where trials would take more
+    than the fraction `try_share` of the time, as many as keep them within that. The run is
     evaluated (if on any microbatches) at its start, its end and every so many steps, and saved at its end and
     every so many steps; with `keep_best` also where it is evaluated. It ends early when `patience` (if any)
     evaluations in a row have not lowered the held-out loss. If it `continues` texts, it does so
@@ -42,6 +43,7 @@ class Settings:
     named: frozenset[str] = frozenset()
     survey: bool = False
     try_every: int = 200
+    try_share: float = 0.01
     wait_s: float = 300.0
     silence_s: float = 15.0
     survey_s: float = 30.0
@@ -81,8 +83,9 @@ class State:
     stages whose part of a checkpoint is still on its way; `writing` the checkpoints being completed on disk;
     `evaluating` the evaluations without an answer. `after` says what follows when all these are empty. `switch` is
     the plan to go over to at the next commit. An epoch that began by going over, not from a checkpoint, did so at step
-    number `moved_at`, and until its second step is done the stages' state may still be on its way from the `givers`. A
-    plan with lossy codecs is put to trial before step number `try_at`, or the first one after that.
+    number `moved_at`, and until its second step is done the stages' state may still be on its way from the `givers`.
+    The plan's codecs were last put to trial before step number `tried_at`. That trial has taken `trial_s` so far, all
+    have taken `trials_s`, and all steps, with these, `trained_s`.
     `best`: the evaluation with the least held-out loss, by step; `worse`: how many came since.
     `gathering_s` is when gathering began, `committed_s` when the last step was committed or training began.
     """
@@ -107,7 +110,10 @@ class State:
     switch: "Switch | None" = None
     moved_at: int | None = None
     givers: frozenset[str] = frozenset()
-    try_at: int = 0
+    tried_at: int | None = None
+    trial_s: float = 0.0
+    trials_s: float = 0.0
+    trained_s: float = 0.0
     stopping: bool = False
     best: tuple[int, float] | None = None
     worse: int = 0

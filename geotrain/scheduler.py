@@ -38,6 +38,9 @@ _PREPARING_S = 1.0
 _ANSWER_S, _ANSWER_STEPS = 5.0, 2
 """A test frame should be there by then: one that arrives at a stage is told with that step's report."""
 
+_RUINED = 1e6
+"""A relative squared error of gradients that stands for all worse ones, and for those that are not finite."""
+
 SENSITIVITY = 0.1
 """Extra steps for each unit of a microbatch gradient's relative squared error. Errors of different microbatches are
 independent, and a step's mean has less of them than a gradient has noise of its own."""
@@ -136,7 +139,8 @@ class Scheduler:
             self._profiles[kind] = Profile(flops_per_s, by_signature)
 
     def tried(self, trial: Trial) -> events.Tried | None:
-        """What one stage says of a trial. When all have spoken: what the codecs do."""
+        """What one stage says of a trial. When all have spoken: what the codecs do, unless the gradients are not finite
+        without them either."""
         if self._layout is None:
             return None
         self._trials = {n: t for n, t in self._trials.items() if t.step == trial.step} | {trial.stage: trial}
@@ -144,7 +148,10 @@ class Scheduler:
             return None
         trials, self._trials = list(self._trials.values()), {}
         raw = sum(t.raw for t in trials)
+        if not math.isfinite(raw):
+            return None  # the model's own doing: its step tells
         error = sum(t.difference for t in trials) / raw if raw > 0 else 0.0
+        error = min(error, _RUINED) if error == error else _RUINED
         losses = next((t.losses for t in trials if t.losses), (0.0, 0.0))
         expected = plan_cost(self._layout.plan, *self._ladders)
         if expected > 0:
@@ -294,6 +301,12 @@ class Scheduler:
         chosen |= {codec for stage in plan.stages for codec in (stage.codec_forward, stage.codec_backward)}
         return tuple(sorted(chosen))
 
+    def budget_shares(self, question: Question, plan: Plan) -> tuple[tuple[float, float], ...]:
+        """By stage, how much of the loss budget the codecs of its values and of its gradients take."""
+        budget, last = self._max_extra_steps or math.inf, len(plan.stages) - 1
+        costs = _stage_costs(plan, question.forward, question.backward)
+        return tuple((f / budget * (i < last), b / budget * (i > 0)) for i, (f, b) in enumerate(costs))
+
     def lay_out(self, question: Question, epoch: int, given: Plan | None = None, near: Plan | None = None) -> Layout:
         """A plan (or the `given` one) and what its stages are told; `near` is the plan that runs now. Raises
         `PlanError` if there is none."""
@@ -410,7 +423,11 @@ def rates(use: CodecUse) -> Rates:
 
 def plan_cost(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> float:
     """The fraction of extra steps that all codecs of a plan cost together."""
-    costs = {"F": {r.codec: r.cost for r in forward}, "B": {r.codec: r.cost for r in backward}}
-    factors = [1 + costs["F"].get(stage.codec_forward, 0.0) for stage in plan.stages[:-1]]
-    factors += [1 + costs["B"].get(stage.codec_backward, 0.0) for stage in plan.stages[1:]]
-    return math.prod(factors) - 1
+    costs = _stage_costs(plan, forward, backward)
+    return math.prod([1 + f for f, _ in costs[:-1]] + [1 + b for _, b in costs[1:]]) - 1
+
+
+def _stage_costs(plan: Plan, forward: Sequence[Rung], backward: Sequence[Rung]) -> list[tuple[float, float]]:
+    """Of each stage's codecs, for values and for gradients. The last stage sends no values, the first no gradients."""
+    values, gradients = ({rung.codec: rung.cost for rung in ladder} for ladder in (forward, backward))
+    return [(values.get(stage.codec_forward, 0.0), gradients.get(stage.codec_backward, 0.0)) for stage in plan.stages]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from geotrain.base import CODED_TRIAL, RAW_TRIAL, Frame, FrameKey
-from geotrain.codecs import CODECS
-from geotrain.coding import Codecs, Decoder, Encoder
+from geotrain.codecs import CODECS, message_key
+from geotrain.coding import SAMPLED, Codecs, Decoder, Encoder
 from geotrain.graph import cut
 from tests.pure.graphs import chain
 
@@ -72,3 +72,19 @@ def test_what_is_small_or_whole_or_tried_without_codecs_travels_as_it_is() -> No
     assert encoder.codec_for(replace(key, attempt=RAW_TRIAL), x) == "identity"
     assert encoder.codec_for(replace(key, value="x"), x) == "identity"
     assert encoder.codec_for(key, x[:4]) == encoder.codec_for(key, x.long()) == "identity"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_counted_and_tells_nothing_of_the_codec(bad: float) -> None:
+    encoder, x = sender("tcm-1"), activation(0, 0)
+    keys = [FrameKey(1, step, 0, "relu0", "F") for step in range(200)]
+    key = next(key for key in keys if message_key(5, key) % SAMPLED == 0)
+    encoder.encode(key, x, "tcm-1")
+    (sound,) = encoder.take()
+    assert (sound.samples, sound.not_finite) == (1, 0) and 0 < sound.error < 0.2
+    x[3, 4] = bad
+    frame = encoder.encode(key, x, "tcm-1")
+    (broken,) = encoder.take()
+    assert (broken.samples, broken.not_finite, broken.error) == (0, 1, 0.0)
+    arrived = Decoder(CPU, seed=5).decode(replace(frame, payload=[memoryview(bytearray(joined(frame)))]))
+    assert arrived is not None and arrived.equal(x) if bad == bad else torch.isnan(arrived[3, 4])

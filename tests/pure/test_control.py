@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from geotrain import control, events, protocol, runstate
-from geotrain.base import Peer, Plan, Stage, StageReport
+from geotrain.base import Peer, Plan, Stage, StageReport, Trial
 
 
 def clip(norms):
@@ -444,6 +444,44 @@ def test_other_codecs_come_into_force_with_the_next_step():
     )  # fmt: skip
     assert run.last(runstate.Adopt).plan == run.state.plan and run.state.plan.stages == stages
     assert (run.state.epoch, run.state.plan.epoch, run.state.phase) == (1, 1, "training")
+
+
+def compressed(**changes):
+    """Two peers train with codecs, from step 1 on."""
+    run = Run(steps=100_000, **changes)
+    run.start("anna", "ben")
+    stages = tuple(replace(stage, codec_forward="int8") for stage in run.state.plan.stages)
+    run.do(runstate.Switch(1, replace(run.state.plan, stages=stages), "the link is slow"))
+    return run
+
+
+def trials(run, steps, trial_s, step_s=1.0):
+    """Trains; a trial holds its step up. Returns the steps before which there was one."""
+    found = []
+    for _ in range(steps):
+        if protocol.Try(run.state.done) in run.instructed():
+            found.append(run.state.done)
+            for i, stage in enumerate(run.state.plan.stages):
+                run.now_s += trial_s / 2
+                run.say(stage.peer, protocol.Tried(1, Trial(run.state.done, i, 1.0, 1.0, 0.1, ())))
+        run.now_s += step_s
+        run.step()
+    return found
+
+
+def test_codecs_are_tried_when_they_are_new_and_then_every_so_many_steps():
+    run = compressed(try_every=50)
+    assert trials(run, 160, trial_s=0.2) == [1, 51, 101, 151]
+
+
+@pytest.mark.parametrize("trial_s", [2.0, 5.0, 30.0])
+def test_trials_take_a_hundredth_of_the_time_and_no_more(trial_s):
+    """Over a slow link, one without codecs takes as long as many steps with them."""
+    run = compressed(try_every=50)
+    found = trials(run, 12_000, trial_s)
+    assert run.state.trials_s == pytest.approx(trial_s * len(found))
+    assert len(found) > 12_000 * 0.01 / trial_s
+    assert run.state.trials_s - trial_s <= 0.01 * run.now_s, "all but the last one are paid for"
 
 
 def moving(**changes):

@@ -28,6 +28,15 @@ def test_facts_of_a_whole_run():
     assert attic_to_cellar["busy_share"] == pytest.approx(0.2 / 2.5)
 
 
+def test_each_direction_of_a_link_tells_its_codec_and_what_it_costs():
+    forward, backward = recorded().facts()["links"]
+    for link, codec, share, broken in ((forward, "tcu-001", 0.25, 1), (backward, "tcm-05", 0.4, 0)):
+        (use,) = link["codecs"]
+        assert (use["codec"], use["factor"], link["budget_share"]) == (codec, 16.0, share)
+        assert (use["error"], use["bias"]) == (pytest.approx(0.002), pytest.approx(-0.001))
+        assert use["not_finite"] == broken
+
+
 def test_bytes_by_what_they_were():
     fetched = [events.Fetched("attic", 1000, 24), events.Fetched("attic", 0, 6), events.Fetched("cellar", 500, 0)]
     facts = recorded(*fetched).facts()["bytes"]

@@ -10,6 +10,8 @@ from rich.console import Console
 from geotrain import events, live
 from geotrain.base import LinkUse, Plan, Span, Stage, StageReport
 
+from . import story
+
 
 def plan_of(peers: list[str]) -> Plan:
     stages = tuple(Stage(peer, 10 * i, 10 * (i + 1), window=len(peers) - i) for i, peer in enumerate(peers))
@@ -71,6 +73,18 @@ def test_live_view_shows_every_peer_and_what_it_waits_for():
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("step 1/10", "loss 3.0000", "attic", "cellar", "waits for h from cellar", "25%", "2.00"):
         assert words in shown
+
+
+def test_live_view_shows_what_each_codec_does_to_its_link():
+    status = live.Status("demo")
+    for event in story.run()[:10]:
+        status.apply(event)
+    console = Console(file=io.StringIO(), width=140)
+    console.print(live.render(status))
+    shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert any(line.startswith("attic → cellar tcu-001 16.0x 0.002 25% ") for line in shown)
+    assert any(line.startswith("cellar → attic tcm-05 16.0x 0.002 40% ") for line in shown)
+    assert "step 3: 1 message of attic held NaN or infinity" in shown
 
 
 def test_a_peer_that_joins_while_the_run_trains_is_told_of_and_so_is_what_comes_of_it():

@@ -59,7 +59,8 @@ def test_report_is_one_file_that_loads_nothing_and_says_it_all():
     for words in (
         "5.500 → 3.400", "-38%", "attic → cellar", "def <f>(x):", "computing", "resting (duty cap)",
         "waiting for the gradient of h from stage 1", "2 s, 1.5 s", "attic is the slower one", "done after 10 of 10",
-        "1 checkpoints", "5 MiB",
+        "1 checkpoints", "5 MiB", "tcu-001 (16.0 times fewer bytes, error 0.002, bias -0.1%, 1 message with NaN", "25%",
+        "tcm-05 (16.0 times fewer bytes, error 0.002, bias -0.1%)", "40%", "of loss budget",
     ):  # fmt: skip
         assert words in text, words
     assert page.count("<svg") == 4

@@ -1,5 +1,6 @@
 """What is learned from steps, and when a better plan is believed."""
 
+import math
 from dataclasses import replace
 from itertools import permutations
 
@@ -8,10 +9,11 @@ import torch
 from torch import nn
 
 from geotrain import config, events, replan
-from geotrain.base import CodecUse, LinkUse, Peer, StageReport
+from geotrain.base import CodecUse, LinkUse, Peer, StageReport, Trial
 from geotrain.blocks import BlockTime, CostModel
+from geotrain.codecs.ladder import extra_steps
 from geotrain.graph import capture
-from geotrain.scheduler import Scheduler
+from geotrain.scheduler import SENSITIVITY, Scheduler, plan_cost
 
 NAMES = ("anna", "ben", "carl")
 FAST, SLOW = 8e6, 0.5e6
@@ -253,6 +255,64 @@ def test_bytes_of_codecs_are_learned_from_what_they_sent_and_those_of_their_like
     loads = run.scheduler.began(run.scheduler.lay_out(question, 1, plan), question, 62.0).loads
     sent = next(load.nbytes for load in loads if load.src == first.peer)
     assert sent == pytest.approx(like.bytes_per_element * ELEMENTS * MICROBATCHES)
+
+
+def tried(run, differences, raw=0.5):
+    """What comes of a trial of which the stages say this."""
+    said = [run.scheduler.tried(Trial(7, i, raw, raw, d, (2.0, 2.1))) for i, d in enumerate(differences)]
+    assert said[:-1] == [None] * (len(said) - 1)
+    return said[-1]
+
+
+def lossy_run():
+    """Over a link so slow that codecs with loss are used both ways."""
+    run = Run(max_loss_increase=0.01, flops_per_s=1e8)
+    for pair in permutations(NAMES, 2):
+        run.saw(pair, 1e5, at_s=60.0)
+    question = run.scheduler.ask(run.known, 61.0)
+    run.layout = run.scheduler.lay_out(question, 1)
+    run.scheduler.began(run.layout, question, 61.0)
+    stages = run.layout.plan.stages
+    assert {stages[0].codec_forward, stages[1].codec_backward}.isdisjoint({"identity", "bf16"})
+    return run, plan_cost(run.layout.plan, question.forward, question.backward)
+
+
+def test_a_trial_that_goes_as_expected_changes_nothing():
+    run, cost = lossy_run()
+    said = tried(run, [cost / SENSITIVITY / 8, cost / SENSITIVITY / 8])
+    assert said.cost == pytest.approx(cost / 4) and said.cost < said.budget
+    assert run.better(62.0).layout is None
+
+
+@pytest.mark.parametrize("damage", [1.5, 1e3, math.inf, math.nan])
+def test_codecs_that_cost_more_than_the_budget_are_given_up(damage):
+    """The guard: damage that cannot be told, as of gradients that are no numbers, is the worst."""
+    run, _ = lossy_run()
+    said = tried(run, [0.0, damage * extra_steps(0.01) / SENSITIVITY])
+    assert said.cost > said.budget and math.isfinite(said.cost)
+    found = run.better(62.0)
+    assert found.layout is not None and found.reason.startswith("the codecs cost")
+    question = run.scheduler.ask(run.known, 62.0)
+    after, budget = plan_cost(found.layout.plan, question.forward, question.backward), said.budget
+    assert after <= budget < plan_cost(run.layout.plan, question.forward, question.backward)
+    if damage != 1.5:
+        stages = found.layout.plan.stages
+        assert {stages[0].codec_forward, stages[1].codec_backward} <= {"identity", "bf16"}
+
+
+@pytest.mark.parametrize("raw", [math.inf, math.nan])
+def test_gradients_that_are_broken_without_codecs_say_nothing_of_them(raw):
+    run, _ = lossy_run()
+    assert tried(run, [0.0, math.nan], raw) is None
+    assert run.better(62.0).layout is None
+
+
+def test_shares_of_the_budget_are_told_by_stage_and_direction():
+    run, cost = lossy_run()
+    question = run.scheduler.ask(run.known, 61.0)
+    (forward, none), (nothing, backward) = run.scheduler.budget_shares(question, run.layout.plan)
+    assert (none, nothing) == (0.0, 0.0) and forward > 0 and backward > 0
+    assert forward + backward == pytest.approx(cost / extra_steps(0.01), rel=0.05) and forward + backward <= 1
 
 
 def test_peers_are_told_as_fast_as_their_blocks_were():
