@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from .base import COORDINATOR, ONCE, Direction, FrameKey, TensorSpec
 from .codecs import CODECS
-from .coding import compressible
+from .codecs.sparse import PACK
+from .coding import compressible, packs
 from .config import TrainConfig
 from .errors import RemoteProtocolError
 from .graph import StageGraph
@@ -90,8 +91,9 @@ class Admission:
             return
         if (spec.shape, spec.dtype) != (expected.shape, expected.dtype):
             raise RemoteProtocolError(f"{src} sends {key.value!r} as {spec}, which is not the graph's")
-        allowed = codec in self._codecs and expected.lossy and compressible(spec)
-        if codec != "identity" and not allowed:
+        coded = codec in self._codecs and expected.lossy and compressible(spec)
+        packed = codec == PACK.name and src == COORDINATOR and packs(spec)
+        if codec != "identity" and not coded and not packed:
             raise RemoteProtocolError(f"{src} sends {key.value!r} by {codec!r}, which this run does not use for it")
         if not CODECS[codec].accepts(spec, nbytes):
             raise RemoteProtocolError(f"{src} sends {nbytes} bytes of {key.value!r}, which has others")

@@ -1,7 +1,8 @@
 """Tensors to frames and back: which codec for which message, the codecs' states, and how well they do. Pure.
 
-Only values that a gradient flows back through are compressed with loss. Parameters that stages share, evaluations,
-small tensors and integers travel as they are.
+Only values that a gradient flows back through are compressed with loss. Parameters that stages share, evaluations and
+small tensors travel as they are; whole numbers that are inputs of the model, such as tokens, in as few bytes as the
+largest needs.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from .base import RAW_TRIAL, CodecUse, Direction, Frame, FrameKey, TensorSpec
 from .codecs import Message, Payload, State, get_codec, message_key
 from .codecs.identity import from_raw, raw
 from .codecs.lossy import RAW
+from .codecs.sparse import PACK, WHOLE
 from .graph import StageGraph
 from .graph.serial import tensor_spec
 
@@ -149,6 +151,20 @@ class Decoder:
         tensor, state = get_codec(frame.codec).decode(payload, frame.spec, self._device, state, message)
         self.states.set(frame.codec, frame.key, state)
         return tensor
+
+
+def packs(spec: TensorSpec) -> bool:
+    """Whether a model's input is packed, without loss."""
+    return spec.dtype in WHOLE and spec.nbytes >= SMALL_BYTES
+
+
+def input_frame(key: FrameKey, tensor: Tensor) -> Frame:
+    """The frame of a model's input."""
+    spec = tensor_spec(tensor)
+    if not packs(spec):
+        return raw_frame(key, tensor)
+    payload, _ = PACK.encode(tensor, {}, Message(0))
+    return Frame(key, PACK.name, spec, list(payload))
 
 
 def raw_frame(key: FrameKey, tensor: Tensor) -> Frame:

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from .base import Direction, Frame, FrameKey, TensorSpec
-from .coding import raw_frame
+from .base import Frame, FrameKey, TensorSpec
+from .coding import input_frame
 from .data import Source
 from .errors import DataError, PeerLost
 from .graph.serial import tensor_spec
@@ -85,10 +86,11 @@ class Feeder:
             raise DataError(f"input {name!r} is {theirs}, the model was captured with {ours}; shapes are static")
 
     async def deliver(self, key: FrameKey, batch: Mapping[str, Tensor], readers: Mapping[str, Sequence[str]]) -> None:
-        direction: Direction = key.direction
-        sends: list[Awaitable[object]] = []
-        for name, peers in readers.items():
-            self._check(name, batch)
-            frame = raw_frame(FrameKey(key.epoch, key.step, key.microbatch, name, direction), batch[name])
-            sends += [self._send(peer, frame) for peer in peers]
+        frames = await asyncio.to_thread(self._frames, key, batch, tuple(readers))
+        sends = [self._send(peer, frame) for name, frame in frames.items() for peer in readers[name]]
         await asyncio.gather(*sends)
+
+    def _frames(self, key: FrameKey, batch: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Frame]:
+        for name in names:
+            self._check(name, batch)
+        return {name: input_frame(replace(key, value=name), batch[name]) for name in names}

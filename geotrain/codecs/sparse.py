@@ -32,7 +32,7 @@ from .lossy import FLOATS, as_bytes
 from .rounded import BF16, INT8
 
 _RAW, _RANGE, _SPARSE, _ROWS, _CODED = range(5)
-_WHOLE = {"int64", "int32", "int16", "uint8", "int8"}
+WHOLE = {"int64", "int32", "int16", "uint8", "int8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Pack:
     def encode(self, tensor: torch.Tensor, state: State, message: Message) -> tuple[Payload, State]:
         spec = tensor_spec(tensor)
         flat = pack(tensor)
-        best = _range(flat) if spec.dtype in _WHOLE and flat.numel() else None
+        best = _range(flat) if spec.dtype in WHOLE and flat.numel() else None
         most = spec.packed.nbytes if best is None else min(len(best), spec.packed.nbytes)
         for kind, width in ((_SPARSE, 1), (_ROWS, _row(spec))):
             if flat.numel() and flat.element_size() <= 8 and (kind == _SPARSE or width > 1):
@@ -69,7 +69,7 @@ class Pack:
         body, numel = payload[1:], spec.packed.numel
         if kind == _RAW:
             return from_raw(memoryview(bytearray(body)), spec, device), state
-        if kind == _RANGE and spec.dtype in _WHOLE:
+        if kind == _RANGE and spec.dtype in WHOLE:
             return unpack(_from_range(body, spec).to(device), spec), state
         if kind not in (_SPARSE, _ROWS) or not numel:
             raise RemoteProtocolError(f"{payload.nbytes} bytes came that are no tensor written by {self.name}")

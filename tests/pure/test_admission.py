@@ -9,6 +9,7 @@ from torch import nn
 from geotrain.admission import Admission, expectations
 from geotrain.base import COORDINATOR, ONCE, FrameKey, TensorSpec
 from geotrain.codecs import CODECS, get_codec
+from geotrain.coding import input_frame
 from geotrain.errors import RemoteProtocolError
 from geotrain.graph import capture, cut
 
@@ -167,3 +168,19 @@ def test_what_nothing_may_be_lost_of_comes_as_it_is(wide, stages):
         door.check(src, of, "identity", spec, spec.packed.nbytes)
         with pytest.raises(RemoteProtocolError, match="does not use"):
             door.check(src, of, "int8", spec, int8.size_bytes(spec))
+
+
+def test_whole_numbers_come_packed_from_the_coordinator_alone():
+    tokens = torch.zeros(600, dtype=torch.long)
+    graph = capture(Wide(), {"tokens": tokens, "labels": tokens.clone()})
+    first, last = cut(graph, [next(i for i, op in enumerate(graph.ops) if "tanh" in op.target)])
+    frame = input_frame(FrameKey(3, 0, 0, "tokens", "F"), torch.arange(600) % 40)
+    assert (frame.codec, frame.spec) == ("pack", spec_of(first, "tokens")) and frame.nbytes < 620
+    for direction in ("F", "E"):
+        key = replace(frame.key, direction=direction)
+        wide_doors([first], 0).check(COORDINATOR, key, frame.codec, frame.spec, frame.nbytes)
+    with pytest.raises(RemoteProtocolError, match="has others"):
+        wide_doors([first], 0).check(COORDINATOR, frame.key, "pack", frame.spec, frame.spec.nbytes + 2)
+    key, _ = forward_key(last, once=False)
+    with pytest.raises(RemoteProtocolError, match="does not use"):
+        wide_doors([first, last], 1).check("anna", key, "pack", spec_of(last, key.value), 100)
