@@ -26,13 +26,6 @@ def number_kernels(device: torch.device) -> Any | None:
     return _native("native_numbers") if device.type == "cpu" else None
 
 
-@lru_cache(maxsize=1)
-def bfloat16_units() -> bool:
-    """Whether this CPU multiplies matrices of bfloat16 several times as fast as those of float32."""
-    cpu: Any = torch.cpu  # before torch 2.12 there is no public way to ask
-    return bool(getattr(cpu, "_is_avx512_bf16_supported", bool)())
-
-
 @lru_cache(maxsize=3)
 def _native(name: str) -> Any | None:
     try:

@@ -39,7 +39,6 @@ from ..errors import RemoteProtocolError
 from . import numbers
 from .base import Codec, Message, State
 from .entropy import ENTROPY
-from .fast import bfloat16_units
 from .fast import number_kernels as kernels
 from .hadamard import HADAMARD
 from .lossy import Lossy, at_most_raw, row_width
@@ -223,25 +222,13 @@ def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(rows: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """(axes, rows): the coefficients of rows. In bfloat16 where that is fast: its errors of 1e-5 are nothing beside
-    those of rounding."""
-    if rows.device.type == "cpu" and bfloat16_units():
-        half = turn.bfloat16()
-        return _times(half.T, rows.T.bfloat16()).float() / _lengths(turn, half)
+    """(axes, rows): the coefficients of rows."""
     return _times(turn.T, rows.T)
 
 
 def _turned_back(coefficients: torch.Tensor, turn: torch.Tensor, step: float) -> torch.Tensor:
     """(rows, elements) of coefficients in steps, (axes, rows)."""
-    if coefficients.device.type == "cpu" and bfloat16_units():
-        half = turn.bfloat16()
-        return _times((coefficients * (step / _lengths(turn, half))).bfloat16().T, half.T).float()
     return _times(coefficients.T, turn.T * step)
-
-
-def _lengths(turn: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-    """(axes, 1): what is left of each axis by rounding it; without this, all messages would be off the same way."""
-    return (turn * half).sum(0)[:, None]
 
 
 def _sizes(rows: torch.Tensor) -> tuple[_Array, torch.Tensor]:

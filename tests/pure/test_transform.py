@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.base import TensorSpec
-from geotrain.codecs import Message, fast, get_codec, numbers, transform
+from geotrain.codecs import Message, fast, get_codec, numbers
 from geotrain.errors import RemoteProtocolError
 from tests import reference_codecs, reference_transform
 
@@ -139,11 +139,8 @@ def test_golden_payloads_are_read(
     data = bytes.fromhex(path.read_text())
     spec = TensorSpec((40, 48), "float32")
     expected = reference_transform.transform(data, (40, 48), kind.split("-")[0], KEY)
-    y = x
-    for units, off in ((True, 1e-5), (False, 1e-12)):
-        monkeypatch.setattr(transform, "bfloat16_units", lambda units=units: units)
-        y, _ = codec.decode(memoryview(bytearray(data)), spec, CPU, codec.init(spec), Message(KEY))
-        assert np.square(y.numpy().reshape(-1) - expected).sum() < off * np.square(expected).sum()
+    y, _ = codec.decode(memoryview(bytearray(data)), spec, CPU, codec.init(spec), Message(KEY))
+    assert np.square(y.numpy().reshape(-1) - expected).sum() < 1e-12 * np.square(expected).sum()
     assert (y - x).square().sum() / x.square().sum() < 2 * codec.error  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -153,3 +150,21 @@ def test_autocast_changes_nothing() -> None:
         inside = cross("tcu-001", [x])
     outside = cross("tcu-001", [x])
     assert inside[1] == outside[1] and torch.equal(inside[0][0], outside[0][0])
+
+
+@pytest.mark.parametrize("name", ["tcu-001", "tcu-0025", "tcu-01", "tcm-05", "tcm-4"])
+def test_the_mean_over_keys_is_the_input_in_principal_axes_too(name: str) -> None:
+    """A z-test for each element: no way of multiplying may be off the same way for all keys."""
+    codec, x, keys = get_codec(name), tokens(128, 64), 400
+    spec = TensorSpec((128, 64), "float32")
+    state = codec.init(spec)
+    errors = torch.empty(keys, *x.shape, dtype=torch.float64)
+    for key in range(keys):
+        payload, _ = codec.encode(x, state, Message(977 * key))
+        data = memoryview(bytearray(b"".join(payload)))
+        assert data[0] == 0 and data[1] == 1, "in axes of its own"
+        y, _ = codec.decode(data, spec, CPU, state, Message(977 * key))
+        errors[key] = y - x
+    z = errors.mean(0) / errors.std(0) * keys**0.5
+    assert z.abs().max() < 5.0  # of 8192 normal numbers; 5 has a chance of 0.005
+    assert 0.8 < z.var() < 1.25
