@@ -1,10 +1,11 @@
-"""Decoders of top-k, of sparse tensors and of principal axes, written from their docstrings alone, in NumPy."""
+"""Decoders of top-k, of sparse tensors, of principal axes, of sized channels and of changes, written from their
+docstrings alone, in NumPy."""
 
 from functools import cache
 
 import numpy as np
 
-from tests.reference_codecs import EIGHTHS, integral, power, rans, words
+from tests.reference_codecs import EIGHTHS, decode, integral, power, rans, words
 
 F = np.float32
 
@@ -123,6 +124,49 @@ def numbers(data: bytes, rows: int, n: int, quarters: np.ndarray | None = None) 
     return values, data
 
 
+def dither(key: int, n: int) -> np.ndarray:
+    word = words(key, np.arange((n + 1) // 2))
+    halves = np.concatenate([word & np.uint32(0xFFFF), word >> np.uint32(16)])[:n]
+    return (halves.astype(F) - F(32767.5)) * F(2.0**-16)
+
+
+def octaves(sizes: np.ndarray) -> np.ndarray:
+    """2**(7 - (s + 1/2)/4), of s - 64."""
+    return np.array([EIGHTHS[-(2 * c + 1) % 8] * F(2.0 ** (7 - -(-(2 * c + 1) // 8))) for c in sizes + 64], F)
+
+
+def channels(payload: bytes, shape: tuple[int, ...], error: float, key: int) -> np.ndarray:
+    assert payload[0] == 0
+    width, rows = shape[-1], int(np.prod(shape[:-1]))
+    down, data = power(payload[1]), payload[2:]
+    by_channel, data = numbers(data, 1, width)
+    by_row, data = numbers(data, 1, rows)
+    u = dither(key, width * rows).reshape(width, rows)
+    values, data = numbers(data, width, rows, (abs(u) * 8).astype(int))
+    assert not data
+    v = (np.where(u < 0, -values, values).astype(F) - u) * octaves(by_channel[0])[:, None]
+    return (v.T * (octaves(by_row[0]) * down * F((12 * error) ** 0.5))[:, None]).reshape(-1)
+
+
+def delta(payload: bytes, shape: tuple[int, ...], before: np.ndarray | None, key: int) -> np.ndarray:
+    """Of samples that are all new (None), or all known: `before` is what both ends remember of them."""
+    assert payload[0] == 0
+    body = payload[1 + -(-shape[0] // 8) :]
+    length = int.from_bytes(body[:4], "little")
+    assert bits(payload[1:])[: shape[0]] == [int(before is not None)] * shape[0]
+    if before is None:
+        return channels(body[4 : 4 + length], shape, 0.004, key)
+    return decode("hd2", body[4 + length :], shape, "float32", key) + before.reshape(-1)
+
+
+def rows(payload: bytes, shape: tuple[int, ...], inner: str, key: int) -> np.ndarray:
+    assert payload[0] == 4
+    where, rest = places(payload[5:])
+    x = np.zeros(shape, F)
+    x[where] = decode(inner, rest, (len(where), shape[1]), "float32", key).reshape(-1, shape[1])
+    return x.reshape(-1)
+
+
 def transform(payload: bytes, shape: tuple[int, ...], kind: str, key: int) -> np.ndarray:
     """Of a message with new axes and rows of 1024 elements at most."""
     assert payload[:2] == b"\0\1"
@@ -136,15 +180,12 @@ def transform(payload: bytes, shape: tuple[int, ...], kind: str, key: int) -> np
     sizes = np.ones(rows, F)
     if kind != "tcm":
         s, data = numbers(data, 1, rows)
-        sizes = np.array([EIGHTHS[-(2 * c + 1) % 8] * F(2.0 ** (7 - -(-(2 * c + 1) // 8))) for c in s[0] + 64], F)
+        sizes = octaves(s[0])
     if kind == "tc":
         values, data = numbers(data, rank, rows)
         v = values.astype(F)
     else:
-        half = (width * rows + 1) // 2
-        word = words(key, np.arange(half))
-        halves = np.concatenate([word & np.uint32(0xFFFF), word >> np.uint32(16)])[: width * rows]
-        u = ((halves.astype(F) - F(32767.5)) * F(2.0**-16)).reshape(width, rows)
+        u = dither(key, width * rows).reshape(width, rows)
         values, data = numbers(data, width, rows, (abs(u) * 8).astype(int))
         v = np.where(u < 0, -values, values).astype(F) - u
     assert not data
