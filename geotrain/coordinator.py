@@ -282,10 +282,9 @@ class Coordinator:
         question = self._scheduler.ask(self._known(), time.monotonic())
         layout = await asyncio.to_thread(self._scheduler.lay_out, question, epoch, plan)
         if running is not None and change(running, layout.plan) == "codecs":
-            new = set(self._scheduler.codecs(layout.plan)) - set(self._scheduler.codecs(running))
-            if new:
-                names = ", ".join(sorted(new))
-                raise PlanError(f"the peers take no {names} in this run; set compression.max_loss_increase")
+            taken = self._scheduler.codecs(running)
+            if new := set(self._scheduler.codecs(layout.plan)) - set(taken):
+                raise PlanError(f"this run's peers take no {', '.join(sorted(new))}, only {', '.join(taken)}")
         if self._state.epoch == epoch and self._state.phase == "training":
             self._proposed = layout
             self._post(runstate.Switch(epoch, layout.plan, reason))

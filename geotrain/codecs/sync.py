@@ -36,7 +36,7 @@ class Sync(Lossy):
         body, _ = self.inner.write(wanted, wanted.abs().max().item(), spec, {}, message)
         joined = b"".join(map(as_view, body))
         got, _ = self.inner.read(memoryview(joined), spec, x.device, {}, message)
-        return [joined], {"residual": wanted - got}
+        return [joined], {"residual": (wanted - got).clamp_(-most, most)}
 
     def read(
         self, body: memoryview, spec: TensorSpec, device: torch.device, state: State, message: Message

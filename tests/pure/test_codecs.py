@@ -205,12 +205,13 @@ def test_reading_any_bytes_takes_memory_for_the_tensor_only(codec: Codec) -> Non
 
 
 @every_codec
-def test_a_saved_state_goes_on_with_the_same_bytes(codec: Codec) -> None:
+@pytest.mark.parametrize("shape", [(4, 192), (256, 48)], ids=["few rows", "rows with principal axes"])
+def test_a_saved_state_goes_on_with_the_same_bytes(codec: Codec, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    spec = TensorSpec((4, 192), "float32")
+    spec, falling = TensorSpec(shape, "float32"), 2.0 ** -torch.arange(shape[1])
     sender, receiver = codec.init(spec), codec.init(spec)
     for key in range(4):
-        x = torch.randn(4, 192, generator=generator)
+        x = torch.randn(shape, generator=generator) * falling
         copies = [{n: t.clone() for n, t in state.items()} for state in (sender, receiver)]
         (data, after), (same, _) = encode(codec, x, key, sender), encode(codec, x, key, copies[0])
         assert data == same
@@ -310,6 +311,16 @@ def test_what_replicas_lose_is_sent_later(name: str, bits: float) -> None:
         losses.append((came - sent).norm().item() / 20_000**0.5)
         assert torch.allclose(sent - came, state["residual"].double(), atol=1e-4)
     assert losses[-1] < 1.2 * max(losses[:4]) < 0.5
+
+
+@pytest.mark.parametrize("name", ["sync4", "sync2"])
+def test_what_is_held_back_of_the_largest_numbers_is_finite(name: str) -> None:
+    codec, most = get_codec(name), torch.finfo(torch.float32).max
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).sign() * most
+    state = codec.init(tensor_spec(x))
+    for key in range(4):
+        _, state = codec.encode(x * (-1) ** key, state, Message(key))
+        assert torch.isfinite(state["residual"]).all()
 
 
 def test_entropy_coding_gains_on_rotated_bits() -> None:

@@ -198,6 +198,30 @@ def test_codecs_change_between_steps(tmp_path):
     assert result.losses == pytest.approx(losses, rel=0.02)
 
 
+def test_codecs_that_do_more_damage_than_the_loss_budget_allows_are_given_up(tmp_path):
+    """The guard, on real gradients: a trial comes with the first step of these codecs."""
+    job = swarm.job(steps=40, peers=2, compression=config.CompressionConfig(max_loss_increase=1e-4))
+    size = {"width": 32, "rows": 64}
+
+    async def compress(runner, processes, seen):
+        await after(seen, 2)
+        plan = of(events.Planned, seen)[-1].plan
+        stages = tuple(replace(s, codec_forward="ec-02", codec_backward="ecm-4") for s in plan.stages)
+        await runner.go_over(replace(plan, stages=stages), "a user wants it")
+
+    _, seen, _ = swarm.train(tmp_path, job, during=compress, seconds=0.05, **size)
+    plans = of(events.Planned, seen)
+    lossy = next(i for i, event in enumerate(plans) if event.reason == "a user wants it")
+    assert plans[lossy].plan.stages[0].codec_forward == "ec-02"
+    tried = of(events.Tried, seen[seen.index(plans[lossy]) :])[0]
+    assert tried.cost > tried.budget > 0 and 0 < tried.error < 10
+    after_it = plans[lossy + 1]
+    assert after_it.reason.startswith("the codecs cost")
+    assert {c for s in after_it.plan.stages for c in (s.codec_forward, s.codec_backward)} <= {"identity", "bf16"}
+    counted, _ = audit(tmp_path)
+    assert counted.ok
+
+
 @pytest.mark.parametrize("codecs", [("tcu-005", "tcm-1"), ("ec-01", "ecm-2")])
 def test_stages_that_move_send_the_same_bytes_with_lossy_codecs(tmp_path, codecs):
     """Whatever a codec remembers: losses and weights are those of the run that nobody touched, to the last bit."""
