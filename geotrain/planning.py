@@ -89,6 +89,9 @@ def main(
     as_json: bool,
 ) -> int:
     """Answers on standard output; returns the exit code. Raises `UserError`."""
+    for path in (out, svg):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
     question = ask(job, run, graph, topology)
     given = read_plan(check) if check is not None else None
     changed = question

@@ -58,6 +58,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", action="store_true", help="let the short form's ratios be the ones to keep")
     options = parser.parse_args()
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 160)
     facts: dict[str, Any] = {"machine": machine(), "short": options.short, "benchmarks": {}}

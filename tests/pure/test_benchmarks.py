@@ -51,7 +51,11 @@ def test_a_ratio_that_stays_over_the_kept_one_fails(tmp_path, monkeypatch, ratio
     assert command(measured=ratios) == failed
 
 
-def test_an_unknown_benchmark_is_refused(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["benchmarks", "--only", "nothing"])
+@pytest.mark.parametrize(
+    ("words", "says"), [(["--only", "nothing"], "invalid choice"), (["--json", "none/x.json"], "no folder none")]
+)
+def test_mistakes_are_told_before_anything_runs(monkeypatch, capsys, words, says):
+    monkeypatch.setattr("sys.argv", ["benchmarks", *words])
     with pytest.raises(SystemExit):
         benchmarks.main()
+    assert says in capsys.readouterr().err

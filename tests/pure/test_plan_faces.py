@@ -57,6 +57,7 @@ def plan(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planning, "open_spec", _open_once)
     (tmp_path / "net.toml").write_text(TOPOLOGY)
+    (tmp_path / "other.json").write_text('{"stages": [], "what": 1}')
 
     def run(*words: object, network: bool = True) -> str:
         given = ["plan", *map(str, words), *(["--topology", "net.toml"] if network else [])]
@@ -151,6 +152,9 @@ def test_a_run_is_a_network(plan, tmp_path, capsys):
         (["job.toml", "--graph", MODEL, "--topology", "net.toml"], "not both"),
         (["--graph", MODEL, "--topology", "net.toml", "--what-if", "faster"], "is not understood"),
         (["--graph", MODEL, "--topology", "net.toml", "--check", "none.json"], "cannot read the plan"),
+        (["--graph", MODEL, "--topology", "net.toml", "--check", "other.json"], "it lacks 'graph_hash'"),
+        (["--graph", MODEL, "--topology", "net.toml", "--out", "none/plan.json"], "there is no folder none"),
+        (["--graph", MODEL, "--topology", "net.toml", "--svg", "none/step.svg"], "there is no folder none"),
         (["nowhere"], "say what to plan"),
     ],
 )
