@@ -61,7 +61,8 @@ def split_loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         raise CaptureError(
             f"the model must return its loss, one number, but its forward gave {type(loss).__name__}"
             + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
-            + "; return the loss, (loss, {'logits': ...}), or an output with a .loss (pass the labels too)"
+            + "; return the loss, (loss, {'logits': ...}), or an output with a .loss (pass the labels too), "
+            + "or give Trainer a loss function"
         )
     return loss, extras
 
