@@ -222,13 +222,13 @@ def _step_words(status: Status) -> str:
 
 def _link_table(status: Status) -> Table:
     """The busiest links first."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("link", "codec", "fewer", "error", "budget", "Mbit/s", "MB a step", "busy", "predicted"):
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for name in ("link", "codec", "error", "budget", "Mbit/s", "MB/step", "busy", "planned"):
         table.add_column(name, justify="left" if name in ("link", "codec") else "right", no_wrap=True)
     rows = sorted(status.links.items(), key=lambda row: -max(row[1].busy_s, row[1].predicted_s))
     for (src, dst), link in rows[:LINKS_SHOWN]:
         table.add_row(
-            f"{src} → {dst}", link.codec, f"{link.factor:.1f}x" if link.factor else "",
+            f"{src} → {dst}", f"{link.codec} {link.factor:.1f}x" if link.factor else link.codec,
             "" if link.error is None else f"{link.error:.1g}", f"{link.budget_share:.0%}" if link.budget_share else "",
             f"{8e-6 * link.rate_bytes_per_s:.1f}", f"{link.nbytes / 1e6:.2f}", duration(link.busy_s),
             duration(link.predicted_s),
