@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .codecs import CODECS, Codec, Message, get_codec
+from .disk import needs_folder, write_atomic
 from .graph.ops import to_dtype
 from .graph.serial import tensor_spec
 
@@ -103,7 +104,9 @@ def codecs(
     rounds: int = 5,
     json_path: Path | None = None,
 ) -> None:
-    """Print the table of the codecs called `names`, or of all. Raises `PlanError` for a name that is none."""
+    """Print the table of the codecs called `names`, or of all. Raises `PlanError` for a name that is none, `UserError`
+    for a file that has no folder."""
+    needs_folder(json_path)
     chosen = [get_codec(name) for name in names] or list(CODECS.values())
     torch.set_num_threads(1)
     tensors = messages(samples, tokens, channels, dtype)
@@ -127,4 +130,4 @@ def codecs(
     console.print(table)
     console.print("= lossless, u unbiased; error: squared, relative; MB of the source tensor", highlight=False)
     if json_path is not None:
-        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+        write_atomic(json_path, json.dumps([asdict(row) for row in rows], indent=2).encode())

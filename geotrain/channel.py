@@ -8,6 +8,7 @@ they never hold up a message.
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -167,10 +168,24 @@ async def serve(host: str, port: int, mount: Mount) -> tuple[grpc.aio.Server, in
         bound = 0
     if not bound:
         await server.stop(None)
-        where = f"{host}:{port}"
-        raise UserError(f"cannot listen on {where}: it is in use or not this machine's; choose another port")
+        raise _cannot_listen(host, port)
     await server.start()
     return server, bound
+
+
+def free_port(host: str, port: int) -> int:
+    """The port if `serve` could have it now, or for 0 one that it could. Raises `UserError` as `serve` does."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a closed one may linger
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError:
+            raise _cannot_listen(host, port) from None
+        return probe.getsockname()[1]
+
+
+def _cannot_listen(host: str, port: int) -> UserError:
+    return UserError(f"cannot listen on {host}:{port}: it is in use or not this machine's; choose another port")
 
 
 class Dialled:

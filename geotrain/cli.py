@@ -65,10 +65,12 @@ def run(
 ) -> int:
     """Train a job on this machine alone, with as many peer processes as it says."""
     from .config import load_job
+    from .disk import needs_folder
     from .here import train_here
     from .jobs import run_folder
     from .words import number_of
 
+    needs_folder(json)
     settings = load_job(job)
     peers = number_of("peer", settings.pipeline.peers)
     runner, _ = train_here(settings, f"{settings.run.name}: {peers} on this machine", topology)
@@ -134,7 +136,7 @@ def join(
         "duty": duty, "memory_gib": memory, "device": device, "name": name, "threads": threads, "host": host,
         "port": port, "advertise": advertise, "weights": weights and str(weights),
     }  # fmt: skip
-    config = parse(PeerConfig, dumps(options), "geotrain join", None)
+    config = parse(PeerConfig, dumps(options), "join", None)
     file = TopologyFile(topology) if topology is not None else None
     if parent is not None:
         ticket = parent.ticket()

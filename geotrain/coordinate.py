@@ -7,8 +7,10 @@ from pathlib import Path
 
 from . import loops
 from .base import Plan
+from .channel import free_port
 from .config import JobConfig, load_job
 from .coordinator import Coordinator
+from .disk import needs_folder
 from .errors import PlanError, UserError
 from .identity import Ticket
 from .jobs import Work, open_job, resume_job, run_folder
@@ -37,7 +39,8 @@ def coordinate(
     plan_path = plan or (Path(job.pipeline.plan) if job.pipeline.plan else None)
     given = read_plan(plan_path) if plan_path is not None else None
     shape = read_topology(topology) if topology is not None else None
-    port = port or _free_port()
+    needs_folder(json_path)
+    port = free_port(host, port)
     run_dir = resume or run_folder(job)
     runner = Runner(f"geotrain: {job.run.name}")
     with runner:
@@ -95,9 +98,3 @@ def _addresses(host: str, port: int) -> list[str]:
         probe.connect(("192.0.2.1", 9))  # TEST-NET: nothing is sent, but the route tells our own address
         found.append(f"{probe.getsockname()[0]}:{port}")
     return [*found, f"127.0.0.1:{port}"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

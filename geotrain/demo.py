@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .config import parse_job
+from .disk import needs_folder
 from .generate import TextModel
 from .here import train_here
 from .jobs import run_folder
@@ -44,6 +45,7 @@ def demo(
     Raises:
         UserError: more peers than the topology has, or what the run itself raises.
     """
+    needs_folder(json_path)
     with as_file(files("peers") / "topologies" / "home.toml") as home:
         name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
         job = parse_job(JOB.format(name=name, seed=seed, steps=steps, peers=peers), "demo")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import LocalError
+from .errors import LocalError, UserError
 
 
 @contextlib.contextmanager
@@ -19,6 +19,16 @@ def disk_errors(path: Path, what: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise LocalError(f"no space left for {what} at {path}; free some or choose another folder") from None
         raise LocalError(f"cannot write {what} at {path}: {error.strerror or error}") from None
+
+
+def needs_folder(path: Path | None) -> None:
+    """Before the work whose result goes into a file: raises `UserError` if there is no folder for it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it first")
 
 
 def sync_folder(path: Path) -> None:

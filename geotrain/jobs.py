@@ -1,6 +1,7 @@
 """A job becomes what a coordinator needs: the captured model, its data, its weights. I/O (reads what the job names,
 writes a real model's weights to the run folder)."""
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 from .base import TensorSpec
 from .checkpoint import HF_FOLDER
 from .config import FactoryModel, HfModel, JobConfig, load_job
-from .data import Inputs, Source, WeightedSource, open_source
+from .data import Source, WeightedSource, open_source
 from .disk import disk_errors
 from .errors import CheckpointError
 from .graph import OpGraph, capture
@@ -19,7 +20,7 @@ from .graph.deferred import programs, record
 from .graph.weigh import WEIGHT, Places, weighted
 from .models import build
 from .pretrained import LORA, keep_small_files, load_converted, localize, stored_names
-from .runfolder import JOB
+from .runfolder import JOB, refuse_used
 from .trained import WEIGHTS, first_weights, read_graph
 from .weights import SINGLE, WeightStore, tensor_chunks, write_tensors
 
@@ -40,12 +41,27 @@ def run_folder(job: JobConfig) -> Path:
 
 
 def open_job(job: JobConfig) -> Work:
-    """Builds and captures the job's model; a real factory's weights go to the run folder. Raises `UserError`."""
-    job = localize(job, run_folder(job))
+    """Builds and captures the job's model; weights that are not in a folder of the user's go to the run folder.
+
+    Raises `UserError`; one is that the run folder holds a run, whose weights are left alone.
+    """
+    folder = run_folder(job)
+    refuse_used(folder, job.run.name)
+    job = localize(job, folder)
     source = open_source(job)
-    work = _open_model(job, source)
+    work = _open_model(job, source, folder)
     graph, source, note = weigh(work.graph, source, job)
     return replace(work, graph=graph, source=source, notes=(*work.notes, *note))
+
+
+def graph_of(job: JobConfig) -> OpGraph:
+    """The graph that a run of the job would have. Leaves nothing on the disk. Raises `UserError`."""
+    with tempfile.TemporaryDirectory(prefix="geotrain-") as folder:
+        job = localize(job, Path(folder))
+        source = open_source(job)
+        _, graph = _captured(job, source)
+    graph, _, _ = weigh(graph, source, job)
+    return graph
 
 
 def weigh(graph: OpGraph, source: Source, job: JobConfig) -> tuple[OpGraph, Source, tuple[str, ...]]:
@@ -61,20 +77,27 @@ def weigh(graph: OpGraph, source: Source, job: JobConfig) -> tuple[OpGraph, Sour
     return (graph if WEIGHT in graph.inputs else weighted(graph)), source, ()
 
 
-def _open_model(job: JobConfig, source: Source) -> Work:
-    config = job.model
+def _captured(job: JobConfig, source: Source) -> tuple[nn.Module, OpGraph]:
+    """The job's model and its graph. The model has weights only if its factory makes real ones."""
+    config, inputs = job.model, source.train(0, 0)
     if isinstance(config, FactoryModel) and config.init == "real":
         module = build(config, source.vocab_size)
-        graph, weights = capture_module(module, source.train(0, 0), job, run_folder(job) / WEIGHTS)
-        return Work(job, graph, source, weights)
+        return module, capture(module, inputs, autocast=job.train.autocast)
     module = record(lambda: build(config, source.vocab_size))
-    graph = capture(module, source.train(0, 0), autocast=job.train.autocast, init=programs(module))
+    return module, capture(module, inputs, autocast=job.train.autocast, init=programs(module))
+
+
+def _open_model(job: JobConfig, source: Source, folder: Path) -> Work:
+    config = job.model
+    module, graph = _captured(job, source)
+    if isinstance(config, FactoryModel) and config.init == "real":
+        return Work(job, graph, source, save_weights(module, graph, folder / WEIGHTS))
     if not isinstance(config, HfModel):
         return Work(job, graph, source, None)
-    keep_small_files(Path(config.path), run_folder(job) / HF_FOLDER)
+    keep_small_files(Path(config.path), folder / HF_FOLDER)
     if config.fresh:
         return Work(job, graph, source, None)
-    weights, notes = _pretrained(config, graph, run_folder(job) / WEIGHTS)
+    weights, notes = _pretrained(config, graph, folder / WEIGHTS)
     return Work(job, graph, source, weights, tuple(notes))
 
 
@@ -119,13 +142,12 @@ def resume_job(run_dir: Path, job: JobConfig | None = None) -> Work:
     return Work(job, graph, source, weights)
 
 
-def capture_module(module: nn.Module, inputs: Inputs, job: JobConfig, folder: Path) -> tuple[OpGraph, WeightStore]:
-    """A module with real weights: its graph, and its parameters and buffers, written to `folder`."""
-    graph = capture(module, inputs, autocast=job.train.autocast)
+def save_weights(module: nn.Module, graph: OpGraph, folder: Path) -> WeightStore:
+    """Writes a module's parameters and buffers, by the names of its graph, to `folder`. Raises `LocalError`."""
     named: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tensors = {name: named[name].detach() for name in (*graph.parameters, *graph.buffers)}
     save_tensors(tensors, folder)
-    return graph, WeightStore(folder)
+    return WeightStore(folder)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

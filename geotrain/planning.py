@@ -17,10 +17,10 @@ from .blocks import CostModel
 from .codecs.ladder import typical
 from .config import JobConfig, load_job
 from .coordinate import read_plan
-from .disk import write_atomic
+from .disk import needs_folder, write_atomic
 from .errors import ConfigError, UserError
 from .graph import OpGraph, from_bytes
-from .jobs import open_job
+from .jobs import graph_of
 from .layout import Layout, ladders, lay_out
 from .local import read_topology
 from .machine import free_memory_bytes, measured_flops_per_s, pick_device
@@ -90,8 +90,7 @@ def main(
 ) -> int:
     """Answers on standard output; returns the exit code. Raises `UserError`."""
     for path in (out, svg):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+        needs_folder(path)
     question = ask(job, run, graph, topology)
     given = read_plan(check) if check is not None else None
     changed = question
@@ -142,7 +141,7 @@ def ask(job: Path | None, run: Path | None, graph: str | None, topology: Path | 
         config, captured = open_spec(graph)
     elif job is not None:
         config = load_job(job)
-        captured = open_job(config).graph
+        captured = graph_of(config)
     elif run is not None:
         config, captured = load_job(run / JOB), _run_graph(run)
     else:

@@ -16,9 +16,6 @@ from .graph import OpGraph
 MODEL = "model"
 """The folder inside a run folder that a GGUF file becomes."""
 
-_READY = "config.json"
-"""Written last."""
-
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 
 LORA = ".lora_"
@@ -29,8 +26,8 @@ _ADAPTED, _BASE = "base_model.model.", ".base_layer"
 
 
 def localize(job: JobConfig, run_folder: Path) -> JobConfig:
-    """The job with its model in a folder on this disk. A GGUF file is unpacked, once, into the run folder; a name on
-    the hub is fetched into the hub's own cache. Raises `UserError`."""
+    """The job with its model in a folder on this disk. A GGUF file is unpacked into the run folder; a name on the hub
+    is fetched into the hub's own cache. Raises `UserError`."""
     config = job.model
     if not isinstance(config, HfModel):
         return job
@@ -109,8 +106,6 @@ def _from_package(path: str) -> Path:
 
 
 def _from_gguf(path: Path, dtype: str, folder: Path) -> Path:
-    if (folder / _READY).is_file():
-        return folder
     if not path.is_file():
         raise ConfigError(f"[model] path: there is no GGUF file {path}; check the path")
     try:

@@ -1,5 +1,6 @@
 """The folder of a run: job.json, graph.msgpack, plan.json, ledger.sqlite, events.jsonl, checkpoints/. I/O."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,6 +17,7 @@ from .disk import disk_errors, write_atomic
 from .errors import CheckpointError, UserError
 from .graph import OpGraph, graph_hash, to_bytes
 from .ledger import Ledger
+from .words import number_of
 
 JOB, GRAPH, PLAN, LEDGER, EVENTS = "job.json", "graph.msgpack", "plan.json", "ledger.sqlite", "events.jsonl"
 
@@ -32,16 +34,14 @@ class RunFolder:
         self.checkpoint: Checkpoint | None = None
         if resume and not (path / LEDGER).is_file():
             raise UserError(f"{path} holds no run to resume; give the folder that a run printed")
+        if not resume:
+            refuse_used(path, job.run.name)
         with disk_errors(path, "the run folder"):
             path.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(path / LEDGER, job.run.name)
         try:
             if resume:
                 self._open_checkpoint()
-            elif self.ledger.steps:
-                raise UserError(
-                    f"{path} holds a run of {self.ledger.steps} steps; resume it, or choose another run name"
-                )
             write_atomic(path / JOB, dump_job(job).encode())
             write_atomic(path / GRAPH, to_bytes(graph))
             with disk_errors(path / EVENTS, EVENTS):
@@ -83,6 +83,15 @@ class RunFolder:
     def close(self) -> None:
         self._log.close()
         self.ledger.close()
+
+
+def refuse_used(path: Path, name: str) -> None:
+    """Raises `UserError` if the folder holds steps of the run: before anything is written there, ask."""
+    if (path / LEDGER).is_file():
+        with contextlib.closing(Ledger(path / LEDGER, name)) as ledger:
+            steps = ledger.steps
+        if steps:
+            raise UserError(f"{path} holds a run of {number_of('step', steps)}; resume it, or choose another run name")
 
 
 def config_digest(job: JobConfig) -> str:

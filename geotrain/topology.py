@@ -48,7 +48,7 @@ class _LinkTable(Section):
 
 
 class _Tables(Section):
-    peer: Annotated[tuple[_PeerTable, ...], Field(min_length=1)]
+    peer: tuple[_PeerTable, ...] = ()
     link: tuple[_LinkTable, ...] = ()
 
 
@@ -101,6 +101,8 @@ class Topology:
 def parse(text: str, source: str = "the topology") -> Topology:
     """The topology in a TOML text; `source` names it in errors. Raises `ConfigError`, one line."""
     tables = parse_tables(_Tables, text, source, None)
+    if not tables.peer:
+        raise ConfigError(f"{source}: it describes no peer; write a [[peer]] table, with a name, for each")
     _refuse_twice(source, "peer", [peer.name for peer in tables.peer])
     _refuse_twice(source, "link", [f"{link.src} to {link.dst}" for link in tables.link])
     peers = {peer.name: _peer(peer) for peer in tables.peer}

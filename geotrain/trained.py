@@ -118,8 +118,10 @@ def export(run_dir: Path, out: Path, *, adapter: bool = False) -> Path:
 
     Raises:
         CheckpointError: the run has no complete checkpoint, or its hashes do not match.
-        UserError: `adapter`, and the run has none.
+        UserError: `adapter`, and the run has none; or there are files in `out`, which are left alone.
     """
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} holds files, maybe another model's; export into a new folder")
     with Trained(run_dir) as trained:
         verify(trained.checkpoint)
         config = trained.job.model

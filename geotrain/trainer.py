@@ -48,14 +48,19 @@ from .graph import OpGraph, capture
 from .graph.capture import name_inputs
 from .graph.deferred import programs
 from .identity import Ticket
-from .jobs import capture_module, weigh
+from .jobs import save_weights, weigh
 from .local import LocalPeer, LocalPeers, train_with
 from .results import Result
 from .rows import Collate, Dataset, RowSource, read_arguments
+from .runfolder import refuse_used
+from .trained import WEIGHTS
 from .weights import WeightStore, save_module
 
 DataFunction = Callable[[int, int], Mapping[str, Tensor] | Sequence[Tensor]]
 Loss = Callable[[Any, Tensor], Tensor]
+
+_RUN = "trainer"
+"""What a run is called in its ledger."""
 
 _PREFIX = "model."
 """Where the user's module is inside `_WithLoss`."""
@@ -200,9 +205,10 @@ class Trainer:
         train["steps"] = steps or batches
         folder = Path(run_dir) if run_dir is not None else Path("runs") / f"trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = _unused(folder) if run_dir is None else folder
+        refuse_used(self.run_dir, _RUN)
         count = len(plan.stages) if plan is not None else peers
         self._job = _job(
-            run={"name": "trainer", "seed": seed},
+            run={"name": _RUN, "seed": seed},
             train={"optimizer": optimizer, "momentum": momentum, **train},
             pipeline={"peers": count, "stages": count, "schedule": schedule},
             compression={"max_loss_increase": max_loss_increase},
@@ -270,10 +276,11 @@ class Trainer:
     def _capture(self) -> tuple[OpGraph, WeightStore | None]:
         inputs = self._source.train(0, 0)
         weights: WeightStore | None = None
-        if any(tensor.is_meta for tensor in self._module.parameters()):
-            graph = capture(self._module, inputs, autocast=self._job.train.autocast, init=programs(self._module))
-        else:
-            graph, weights = capture_module(self._module, inputs, self._job, self.run_dir / "weights")
+        fresh = any(tensor.is_meta for tensor in self._module.parameters())
+        init = programs(self._module) if fresh else None
+        graph = capture(self._module, inputs, autocast=self._job.train.autocast, init=init)
+        if not fresh:
+            weights = save_weights(self._module, graph, self.run_dir / WEIGHTS)
         graph, self._source, _ = weigh(graph, self._source, self._job)
         return graph, weights
 

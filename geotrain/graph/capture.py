@@ -20,6 +20,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 
 from ..errors import CaptureError, GraphFormatError
+from ..words import number_of
 from .eager import as_in_eager_mode
 from .fake import on_fake_cpu
 from .functional import Functionalizer
@@ -78,7 +79,10 @@ def name_inputs(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         if len(inputs) > len(names):
-            raise CaptureError(f"the model's forward takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
+            raise CaptureError(
+                f"the model's forward takes {number_of('input', len(names))} ({', '.join(names)}), not {len(inputs)}; "
+                "if the last is the target, give Trainer a loss function"
+            )
         named = dict(zip(names, inputs, strict=False))
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):

@@ -75,8 +75,9 @@ PAIR = PEER + '[[peer]]\nname = "ben"\n'
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "peer is missing"),
-        ("peer = []", "peer"),
+        ("", "it describes no peer; write a [[peer]] table"),
+        ("peer = []", "it describes no peer"),
+        ("[train]\nsteps = 3", "unknown key 'train'; known are peer, link"),
         ("[[peer]", "malformed"),
         ("[peer]\nname = 'anna'", "peer"),
         ("[[peer]]\nup_mbit_per_s = 3", "name is missing"),

@@ -102,11 +102,15 @@ BAD = {
     "missing text": (["coordinator", "{missing}"], r"nowhere\.txt"),
     "empty text": (["coordinator", "{empty}"], r"empty"),
     "model not captured": (["coordinator", "{branch}"], r"where"),
+    "no folder for figures": (["coordinator", "{tiny}", "--json", "nowhere/x.json"], r"no folder nowhere; make it"),
+    "no folder for the demo's": (["demo", "--json", "nowhere/x.json"], r"no folder nowhere; make it"),
+    "no folder for a run's": (["run", "{tiny}", "--json", "nowhere/x.json"], r"no folder nowhere; make it"),
+    "a folder for figures": (["bench", "codecs", "int8", "--json", "."], r"is a folder; name a file"),
     "no topology": (["demo", "--topology", "absent.toml"], r"absent\.toml"),
     "too many peers": (["demo", "--peers", "50"], r"50|6"),
     "not a ticket": (["join", "gt1-nonsense"], r"ticket"),
     "nobody there": (["join", "{ticket}"], r"coordinator"),
-    "duty out of range": (["join", "{ticket}", "--duty", "7"], r"duty"),
+    "duty out of range": (["join", "{ticket}", "--duty", "7"], r"^geotrain: join: duty"),
     "no run": (["export", "absent", "out"], r"absent"),
     "nothing to resume": (["coordinator", "--resume", "absent"], r"absent"),
     "unknown option": (["demo", "--stepps", "3"], r"stepps"),
@@ -129,6 +133,7 @@ def test_bad_input_is_one_line(tmp_path, case):
         "wrong": '[train]\nsteps = "many"\n',
         "missing": '[data]\nkind = "text"\npath = "nowhere.txt"\n',
         "empty": '[data]\nkind = "text"\npath = "empty.txt"\n',
+        "tiny": "[train]\nsteps = 2\n",
         "branch": '[model]\nkind = "factory"\nfactory = "model.py:make"\n',
     }
     for name, text in files.items():
@@ -150,6 +155,7 @@ def test_port_in_use(tmp_path):
         taken.listen()
         done = run(tmp_path, "coordinator", job(tmp_path), "--host", "127.0.0.1", "--port", taken.getsockname()[1])
     assert done.returncode == 2 and "another port" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "captured" not in done.stdout, "told before the work"
 
 
 def test_too_few_peers(tmp_path):

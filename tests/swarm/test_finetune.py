@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from geotrain.checkpoint import best_so_far, latest
 from geotrain.config import parse_job
+from geotrain.errors import UserError
 from geotrain.here import train_here
 from geotrain.jobs import resume_job, run_folder
 from geotrain.manifest import OPTIMIZER
@@ -109,6 +110,8 @@ def test_lora_from_a_folder_to_folders(folder, monkeypatch):
     assert sent(run_dir, "state_bytes") == 0, "fresh adapters are made where they are used"
     assert best_so_far(run_dir) == (4, result.held_out[4])
     export(run_dir, folder / "merged")
+    with pytest.raises(UserError, match="holds files, maybe another model's; export into a new folder"):
+        export(run_dir, folder / "model")
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert held_out(merged, run_dir) == pytest.approx(result.held_out[4], abs=1e-5)
     said = [(row["prompt"], row["text"]) for row in happened(run_dir, "Continued")]

@@ -114,6 +114,9 @@ def test_mistakes_are_told_before_anything_starts(tmp_path):
     net, batches = steps_of("unet")
     with pytest.raises(UserError, match="microbatches"):
         geotrain.Trainer(net, train_dataset=batches, microbatches=3, run_dir=tmp_path / "a")
+    pairs = [(torch.randn(8, 4), torch.randn(8, 4))]
+    with pytest.raises(CaptureError, match="not 2; if the last is the target, give Trainer a loss function"):
+        geotrain.Trainer(torch.nn.Linear(4, 4), train_dataset=pairs, run_dir=tmp_path / "c")
     with pytest.raises(CaptureError, match="loss"):
         geotrain.Trainer(torch.nn.Linear(4, 4), train_dataset=[(torch.randn(8, 4),)], run_dir=tmp_path / "b").train()
 
