@@ -81,7 +81,8 @@ def messages(labels: Ints) -> tuple[Floats, Floats]:
 class Exchange:
     """Prices exchanges between the peers of a problem: all to all, or `grouped` where that is faster.
 
-    `rate` and `latency` are (N, N), in bytes/s and seconds; from a peer to itself nothing takes time.
+    `rate` and `latency` are (N, N), in bytes/s and seconds; from a peer to itself nothing takes time. `groupings`: the
+    ways to group that are tried, the first of which has each peer by itself.
     """
 
     def __init__(self, problem: Problem, *, grouped: bool = True) -> None:
@@ -90,7 +91,7 @@ class Exchange:
         self.latency = problem.network.latencies(ids[:, None], ids)
         np.fill_diagonal(self.rate, np.inf)
         np.fill_diagonal(self.latency, 0.0)
-        self._groupings = groupings(self.rate) if grouped else [ids]
+        self.groupings = groupings(self.rate) if grouped else [ids]
 
     def seconds(self, nbytes: Floats, holders: Ints) -> Floats:
         """(C,): one exchange of each candidate, in the best way, where a peer holds one piece.
@@ -102,7 +103,7 @@ class Exchange:
         src, dst = holders[..., :, None], holders[..., None, :]
         each_s, byte_s = self.latency[src, dst], nbytes[..., None, None] / self.rate[src, dst]
         best = np.full(len(holders), np.inf)
-        for labels in self._groupings:
+        for labels in self.groupings:
             levels = messages(labels[holders])
             sent_s = [np.where(part > 0, each_s + byte_s * part, 0.0).sum(axis=-1).max(axis=(1, 2)) for part in levels]
             best = np.minimum(best, 2 * (sent_s[0] + sent_s[1]))
@@ -116,7 +117,7 @@ class Exchange:
             holders: (K, R) peers.
         """
         best = np.inf
-        for labels in self._groupings:
+        for labels in self.groupings:
             seconds = 0.0
             for part in messages(labels[holders]):
                 sent = np.zeros_like(self.rate)

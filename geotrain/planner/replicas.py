@@ -7,8 +7,8 @@ With m_r microbatches of M for pipeline r, and gradients (or weights) exchanged 
 Peers that hold the same piece of the model exchange it as `exchange` has it; the slowest peer decides.
 
 The search is over grids, R pipelines of K stages with common cuts (the *aligned* form: a stage's replicas can then be
-near each other), by exchanging peers, all of a random batch scored at once. At last each pipeline of the best grids may
-have cuts of its own and leave peers out.
+near each other), by exchanging peers, all of a random batch scored at once. The best grids are then tried with fewer
+pipelines, and at last each pipeline may have cuts of its own and leave peers out.
 """
 
 from bisect import bisect_right
@@ -75,8 +75,7 @@ def replicas(
     tried.sort(key=lambda t: (t[1], t[2]))
     found: list[Replicas] = []
     for peers, _, number in tried[:FINAL]:
-        grid = grids[number]
-        better, value = grid.improve(peers, rng, 10 * rounds)
+        grid, better, value = _fewer(grids[number], *grids[number].improve(peers, rng, 10 * rounds), rng, 2 * rounds)
         if np.isfinite(value):
             ways = grid.ways(better)
             found += [priced(problem, sync_bytes, every, x, exchange) for x in (ways, _own_cuts(problem, ways)) if x]
@@ -125,6 +124,20 @@ def _shapes(problem: Problem, most: int | None) -> list[tuple[int, int]]:
         for k in depths | {int(part * problem.size) // r for part in (1.0, 0.85, 0.7)}
         if 1 <= k <= min(problem.size // r, problem.borders - 1)
     )
+
+
+def _fewer(
+    grid: "_Grid", peers: Ints, value: float, rng: np.random.Generator, rounds: int
+) -> tuple["_Grid", Ints, float]:
+    """Without one pipeline, or all that have a peer in the same group of near ones, as long as that helps: the last
+    few peers of a far region may cost the exchange more than they compute."""
+    while grid.count > 1:
+        smaller, fewer = grid.without(peers)
+        fewer, less = smaller.improve(fewer, rng, rounds)
+        if not less < value * (1 - 1e-9):
+            break
+        grid, peers, value = smaller, fewer, less
+    return grid, peers, value
 
 
 def _own_cuts(problem: Problem, ways: Ways) -> Ways | None:
@@ -215,6 +228,24 @@ class _Grid:
             if idle > 12:
                 break
         return best, value
+
+    def without(self, peers: Ints) -> tuple["_Grid", Ints]:
+        """The best grid of fewer pipelines, without one or a group's, and a candidate for it."""
+        cells = self.count * self.stages
+        grid = peers[:cells].reshape(self.count, self.stages)
+        kept = [~np.eye(self.count, dtype=bool)[k] for k in range(self.count)]
+        for labels in self._exchange.groupings[1:]:
+            kept += [(labels[grid] != group).all(axis=1) for group in np.unique(labels[grid])]
+        found: list[tuple[float, int, _Grid, Ints]] = []
+        for count in sorted({int(keep.sum()) for keep in kept} - {0}):
+            some = [keep for keep in kept if keep.sum() == count]
+            tries = np.array([np.concatenate((grid[k].ravel(), grid[~k].ravel(), peers[cells:])) for k in some])
+            smaller = _Grid(self.problem, self.sync_bytes, self.every, self._exchange, count, self.stages, self._row)
+            seconds = smaller.seconds(tries)
+            best = int(seconds.argmin())
+            found.append((float(seconds[best]), count, smaller, tries[best]))
+        _, _, smaller, best = min(found, key=lambda one: one[:2])
+        return smaller, best
 
     def seconds(self, peers: Ints) -> Floats:
         """(C, N) -> (C,): the step, windows aside."""

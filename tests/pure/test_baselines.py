@@ -145,3 +145,12 @@ def test_an_exchange_costs_the_same_one_by_one_and_by_the_batch(seed, count, sta
     one, batch = exchange.total_seconds(nbytes, grid), exchange.seconds(nbytes[None], grid[None])
     assert batch == pytest.approx([one])
     assert one <= Exchange(problem, grouped=False).total_seconds(nbytes, grid) * (1 + 1e-9)
+
+
+def test_a_far_peer_that_costs_the_exchange_more_than_it_computes_is_left_out():
+    home = np.array([0] * 7 + [1])
+    problem = world([1] * 8, np.where(home[:, None] == home, 1e9, 1e6), microbatches=35, nbytes=1e9)
+    plan = replicas(problem, np.arange(7) * 1e6)
+    assert plan is not None
+    assert sorted(one.order for one in plan.pipelines) == [(i,) for i in range(7)]
+    assert plan.step_seconds == pytest.approx(5 * 6, rel=0.01)
