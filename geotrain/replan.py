@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from .base import Link, Plan, StageReport
-from .planner.make import BACKGROUND, HORIZON
+from .planner.make import BACKGROUND, HORIZON, LEAST_GAIN
 from .simulator import Timeline
 from .words import duration
 
@@ -28,8 +28,6 @@ PATIENCE = 3
 TOLERANCE = 1.25
 SETTLE = 1
 """The first steps of a plan are not compared: caches fill, and states still arrive."""
-
-LEAST_GAIN = 0.03
 
 Part = tuple[str, ...]
 """("stage", peer), also of a peer without one, ("link", src, dst) or ("bytes", src, dst)."""

@@ -9,6 +9,9 @@ from .exact import Found, found, over_periods
 from .problem import Floats, Problem
 from .tables import CLOSE, AtPeriod, Tables
 
+JOINING = 6
+"""So many of the fastest peers are tried in every place of a plan that runs."""
+
 PLACES = 250
 """Borders times pairs of codecs that are always affordable: all pairs of a short model."""
 
@@ -59,6 +62,22 @@ def nearby(problem: Problem, best: Found, *, longer: bool = True, exchanged: boo
         if best is was:
             break
     return best
+
+
+def neighbours(problem: Problem, now: Found) -> list[Found]:
+    """Plans that move little state: `now` with other cuts, without some stages in a row, with one peer more, or with
+    one in the place of another."""
+    order, size = list(now.order), len(now.order)
+    fastest = np.argsort(-problem.speed, kind="stable")[:JOINING]
+    orders = [order]
+    orders += [order[:i] + order[j:] for i, j in combinations(range(size + 1), 2) if j - i < size]
+    orders += [[*order[:k], int(p), *order[k:]] for p in fastest if p not in order for k in range(size + 1)]
+    options = [along(problem, tried, tolerance=0.01, runs=8) for tried in orders]
+    options += [
+        found(problem, [*order[:k], peer, *order[k + 1 :]], list(now.cuts), list(now.codecs))
+        for peer in sorted(set(range(problem.size)) - set(order)) for k in range(size)
+    ]  # fmt: skip
+    return [option for option in options if option is not None and np.isfinite(option.value)]
 
 
 def resized(problem: Problem, best: Found) -> Found:

@@ -19,7 +19,7 @@ from ..graph import OpGraph, graph_hash
 from ..schedule import default_windows
 from .bound import lower_bound
 from .build import Instance, borders, check_peers, instance
-from .chain import along, nearby, resized
+from .chain import along, nearby, neighbours, resized
 from .exact import EXACT_PEERS, TOLERANCE, Found, exact, found
 from .explain import explain, why_nothing_fits
 from .heuristic import paths, search, useful
@@ -37,6 +37,9 @@ ENOUGH = 12
 
 HORIZON = 30
 """Steps over which moving a stage's state to another peer must pay."""
+
+LEAST_GAIN = 0.03
+"""The part of a step that a new plan must save."""
 
 BACKGROUND = 0.1
 """What a second of copying costs while the run goes on: the copy takes a part of the links."""
@@ -195,26 +198,34 @@ def _fewer_borders(problem: Problem, keep: Sequence[int]) -> Problem:
 
 
 def _nearest(made: Instance, best: Found, near: Plan, stages: int | None) -> Found:
-    """Of the best plan and those that leave the peers where they are, the one that is cheapest with its moves."""
-    problem = made.problem
-    order = _order(near, problem)
-    options = [best]
-    if len(order) == len(near.stages) and stages in (None, len(order)):
-        again = along(problem, order)
-        options += [] if again is None else [again]
-        place = {point: b for b, point in enumerate(made.points)}
-        cuts = [place.get(stage.first_op, -1) for stage in near.stages[1:]]
-        if again is not None and -1 not in cuts:
-            names = [rung.codec for rung in problem.forward], [rung.codec for rung in problem.backward]
-            codecs = [
-                (names[0].index(a.codec_forward), names[1].index(b.codec_backward))
-                for a, b in zip(near.stages, near.stages[1:], strict=False)
-                if a.codec_forward in names[0] and b.codec_backward in names[1]
-            ]
-            if len(codecs) == len(cuts):  # a codec may have shown that it costs more than the budget
-                kept = [pair if pair in problem.pair_number else (0, 0) for pair in codecs]
-                options.append(polish(problem, found(problem, order, cuts, kept), moves=False))
+    """Of the best plan, the one that runs and those that move little state, the one that is cheapest with its moves."""
+    problem, order = made.problem, _order(near, made.problem)
+    if len(order) < len(near.stages):
+        return best
+    kept = _kept(made, near, order)
+    now = along(problem, order) if kept is None else polish(problem, kept, moves=False)
+    if now is None:
+        return best
+    options = [best, now]
+    if _moving(made, best, near) / HORIZON > LEAST_GAIN * best.value:  # none of the others saves more than that
+        options += neighbours(problem, now)
+    options = [option for option in options if stages in (None, len(option.order))]
     return min(options, key=lambda option: option.value + _moving(made, option, near) / HORIZON)
+
+
+def _kept(made: Instance, near: Plan, order: list[int]) -> Found | None:
+    """The plan that runs, if its cuts are among the borders."""
+    problem, place = made.problem, {point: b for b, point in enumerate(made.points)}
+    cuts = [place.get(stage.first_op, -1) for stage in near.stages[1:]]
+    names = [rung.codec for rung in problem.forward], [rung.codec for rung in problem.backward]
+    codecs = [
+        (names[0].index(a.codec_forward), names[1].index(b.codec_backward))
+        for a, b in zip(near.stages, near.stages[1:], strict=False)
+        if a.codec_forward in names[0] and b.codec_backward in names[1]
+    ]
+    if -1 in cuts or len(codecs) < len(cuts):  # a codec may have shown that it costs more than the budget
+        return None
+    return found(problem, order, cuts, [pair if pair in problem.pair_number else (0, 0) for pair in codecs])
 
 
 def _moving(made: Instance, option: Found, near: Plan) -> float:

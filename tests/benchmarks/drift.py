@@ -17,8 +17,8 @@ import numpy as np
 from geotrain import replan
 from geotrain.base import Link, LinkUse, Plan, Stage
 from geotrain.links import SHIFT_SAMPLES, LinkBook
-from geotrain.planner.chain import along
-from geotrain.planner.exact import Found, found
+from geotrain.planner.chain import neighbours
+from geotrain.planner.exact import Found
 from geotrain.planner.heuristic import search
 from geotrain.planner.make import standstill
 from geotrain.planner.price import price
@@ -30,9 +30,6 @@ PEERS, REGIONS, BLOCKS, MICROBATCHES = 16, 4, 24, 32
 STEPS = 300
 NOISE = 0.05
 SURVEY_BYTES = 512 << 10
-NEAR = 6
-"""So many of the fastest peers are tried in every place of the current plan."""
-
 LOOKS = 8
 """A plan over links that turn out otherwise is made again, so often at most."""
 
@@ -158,7 +155,6 @@ class Ours:
         self.coming: tuple[Found, float] | None = None
         """A plan whose state is being copied, and the seconds that this still takes."""
         self.because: list[str] = []
-        self.past: list[Found] = []
         self.settled = True
         """Whether all that the last answer rests on was as believed, and nothing has changed since."""
         self.plan = best(self.believed())
@@ -191,7 +187,6 @@ class Ours:
 
     def _go_over(self, proposed: Found) -> None:
         self.outcome.moves += 1
-        self.past.append(self.plan)
         self.plan, self.settled = proposed, False
         self.watch = replan.Watch(self._expected())
 
@@ -265,7 +260,7 @@ class Ours:
 
         for _ in range(LOOKS):
             question = self.believed()
-            options = [best(question, self.plan.order), *self._near(question)]
+            options = [best(question, self.plan.order), *neighbours(question, self.plan)]
             for steps in (min(left, replan.HORIZON), left):
                 proposed = max(options, key=lambda option: gain_s(option, steps))
                 if gain_s(proposed, steps) > 0:
@@ -288,20 +283,6 @@ class Ours:
             self.outcome.seconds += stall_s
             self.now_s += stall_s
             self._go_over(proposed)
-
-    def _near(self, question: Problem) -> list[Found]:
-        """Other cuts, one peer fewer or more, one for another, and the plans of before: little state moves."""
-        order = list(self.plan.order)
-        others = [p for p in np.argsort(-question.speed)[:NEAR] if p not in order]
-        orders = [order[:i] + order[i + 1 :] for i in range(len(order)) if len(order) > 1]
-        orders += [[*order[:i], int(p), *order[i:]] for p in others for i in range(len(order) + 1)]
-        tried = [along(question, o, tolerance=0.01, runs=8) for o in (order, *orders)]
-        tried += [
-            found(question, [*order[:i], p, *order[i + 1 :]], list(self.plan.cuts), list(self.plan.codecs))
-            for i in range(len(order)) for p in set(range(PEERS)) - set(order)
-        ]  # fmt: skip
-        tried += [found(question, list(p.order), list(p.cuts), list(p.codecs)) for p in self.past]
-        return [option for option in tried if option is not None and np.isfinite(option.value)]
 
     def _moves(self, proposed: Found) -> list[replan.Transfer]:
         """The state of blocks that a peer gets and does not have."""

@@ -214,6 +214,17 @@ def test_a_plan_near_one_whose_codec_costs_more_than_all_may() -> None:
     assert {codec for stage in new.stages for codec in (stage.codec_forward, stage.codec_backward)} == {"identity"}
 
 
+def test_where_a_link_breaks_the_run_goes_on_where_most_of_the_state_is() -> None:
+    """The faster half would take days to get it; between them, peers send too much."""
+    graph, peers = chain([256] * 10), peers_of(1.3e7, 1.3e7, 1e7, 1e7)
+    layers = [i for i, op in enumerate(graph.ops) if "linear" in op.target or "mm" in op.target]
+    cuts = [0, layers[1], layers[2], layers[5], len(graph.ops)]
+    old = Plan("", "1f1b", 64, tuple(Stage(f"p{k}", a, b, 1) for k, (a, b) in enumerate(pairwise(cuts))))
+    links = [link for a in "01" for b in "23" for link in both_ways(f"p{a}", f"p{b}", 2e3)]
+    assert names(plan(graph, peers, microbatches=64, links=links)) in (["p0", "p1"], ["p1", "p0"])
+    assert names(plan(graph, peers, microbatches=64, links=links, near=old)) == ["p2", "p3"]
+
+
 def test_step_seconds_by_hand() -> None:
     graph, peers = chain([64] * 5), peers_of(1e9, 1e9)
     made = plan(graph, peers, microbatches=6, links=both_ways("p0", "p1", 1e8, 0.002), stages=2)
